@@ -1,0 +1,59 @@
+"""The `motley` command: its subcommands come from whichever parts are installed, through the entry points `motley.commands`.
+
+Only the subcommand that is called gets imported, so that `motley rollout` never loads torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+
+GROUP = "motley.commands"
+HELP = {
+    "crds": "write the CustomResourceDefinitions",
+    "demo": "run the demo on a local cluster",
+    "local": "a real control plane with virtual GPU nodes on this machine",
+    "operator": "the Kubernetes operator",
+    "plan": "what would be placed, shared and paid for a manifest, and why",
+    "replay": "run planner and guard over a recorded ledger",
+    "rollout": "a rollout worker: agent sessions in sandboxes",
+    "router": "places sessions on engines",
+    "sampler": "an engine behind its agent",
+    "study": "the mixed-precision ablation in miniature",
+    "tasks": "check and audit task folders",
+    "trainer": "the training gang's process",
+    "watch": "a run, live in the terminal",
+}
+
+
+def commands() -> dict[str, EntryPoint]:
+    return {point.name: point for point in sorted(entry_points(group=GROUP), key=lambda point: point.name)}
+
+
+def usage(found: dict[str, EntryPoint]) -> str:
+    rows = "\n".join(f"  {name:<10} {HELP.get(name, '')}" for name in found)
+    return f"usage: motley COMMAND [OPTION ...]\n\nCommands (motley COMMAND --help tells more):\n{rows}\n"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if arguments is None else arguments
+    found = commands()
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage(found), end="")
+        return
+    if argv[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"motley {version('motley')}")
+        return
+    if argv[0] not in found:
+        print(f"motley: no command {argv[0]!r}; there are: {', '.join(found)}", file=sys.stderr)
+        sys.exit(2)
+    command: Callable[[], object] = found[argv[0]].load()
+    sys.argv = [f"motley {argv[0]}", *argv[1:]]
+    command()
+
+
+if __name__ == "__main__":
+    main()
