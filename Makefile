@@ -1,0 +1,57 @@
+# make demo   the main job: one mixed-precision run on a real control plane, on this machine
+# make test   the tests, with all of their set-up
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+export PYTHONUNBUFFERED = 1
+PY := .venv/bin/python
+KEEP ?= 0
+SGLANG ?= 0
+SEED ?= 0
+
+.PHONY: help
+help: ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: setup
+setup: ## the Python environment in .venv (PYTHON=/path/to/python3.12 to choose the interpreter)
+	@hack/setup.sh
+
+.PHONY: demo
+demo: setup ## a whole run on the local cluster (KEEP=1 leaves it up; SGLANG=1 serves one group with SGLang; SEED=n)
+	@exec $(PY) examples/demo/demo.py $(if $(filter 1,$(KEEP)),--keep) $(if $(filter 1,$(SGLANG)),--sglang) --seed $(SEED)
+
+.PHONY: test
+test: setup ## every test that this machine can run
+	@$(PY) -m motley_local.main binaries
+	@$(PY) -m pytest -q $(ARGS)
+
+.PHONY: test-e2e
+test-e2e: setup ## one short run end to end on the local cluster
+	@$(PY) -m motley_local.main binaries
+	@$(PY) -m pytest -q -m e2e --e2e $(ARGS)
+
+.PHONY: verify
+verify: setup ## linters, types, layers, generated files
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@.venv/bin/mypy
+	@.venv/bin/lint-imports
+	@.venv/bin/motley crds --check crds charts/motley/files/crds
+
+.PHONY: crds
+crds: setup ## write the CRDs again after a change to api/motley_api/resources
+	@.venv/bin/motley crds crds charts/motley/files/crds
+
+.PHONY: tiny-model
+tiny-model: setup ## make the demo's model and tasks again
+	@$(PY) examples/demo/make_model.py
+
+.PHONY: lock
+lock: ## pin the dependencies again
+	@.venv/bin/uv pip compile -q pyproject.toml --extra demo --extra test --extra s3 --universal --python-version 3.12 \
+	  --generate-hashes --no-annotate --no-header --no-emit-index-url --upgrade -o requirements.txt
+
+.PHONY: clean
+clean: ## remove what the demo and the local cluster wrote
+	@rm -rf build
