@@ -7,7 +7,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-MAX_NAME = 45  # "-<replica set hash>-<pod suffix>" adds 17 characters to a Deployment's name; pods and label values end at 63
+MAX_NAME = (
+    45  # "-<replica set hash>-<pod suffix>" adds 17 characters to a Deployment's name; pods and label values end at 63
+)
 
 
 def _alias(name: str) -> str:
@@ -25,7 +27,9 @@ def _acronyms(name: str) -> str:
 class Model(BaseModel):
     """Frozen; JSON names in camelCase; unknown fields are ignored on reading (the API server prunes them)."""
 
-    model_config = ConfigDict(alias_generator=_alias, populate_by_name=True, frozen=True, extra="ignore", use_enum_values=False)
+    model_config = ConfigDict(
+        alias_generator=_alias, populate_by_name=True, frozen=True, extra="ignore", use_enum_values=False
+    )
 
     def to_json_dict(self) -> dict[str, Any]:
         """As Kubernetes stores it: JSON names, nothing that is unset."""
@@ -85,16 +89,24 @@ class Toleration(Model):
     key: Annotated[str, Field(max_length=316)] | None = None
     operator: Annotated[str, Field(json_schema_extra={"enum": ["Exists", "Equal"]})] | None = None
     value: Annotated[str, Field(max_length=63)] | None = None
-    effect: Annotated[str, Field(json_schema_extra={"enum": ["NoSchedule", "PreferNoSchedule", "NoExecute"]})] | None = None
+    effect: (
+        Annotated[str, Field(json_schema_extra={"enum": ["NoSchedule", "PreferNoSchedule", "NoExecute"]})] | None
+    ) = None
     toleration_seconds: Annotated[int, Field(ge=0, le=604_800)] | None = None
 
 
 class PodOverrides(Model):
     """What a user may change about the pods that the operator renders."""
 
-    image: Annotated[
-        str, Field(max_length=512, description="image: container image; default: the operator's own choice for the role.")
-    ] | None = None
+    image: (
+        Annotated[
+            str,
+            Field(
+                max_length=512, description="image: container image; default: the operator's own choice for the role."
+            ),
+        ]
+        | None
+    ) = None
     env: Annotated[
         list[EnvVar],
         Field(max_length=64, description="env: more environment variables.", json_schema_extra=LIST_MAP_BY_NAME),
@@ -105,7 +117,10 @@ class PodOverrides(Model):
     ] = {}
     node_selector: Annotated[
         dict[str, Annotated[str, Field(max_length=63)]],
-        Field(description="nodeSelector: more node labels that pods must find, e.g. a zone.", json_schema_extra={"maxProperties": 32}),
+        Field(
+            description="nodeSelector: more node labels that pods must find, e.g. a zone.",
+            json_schema_extra={"maxProperties": 32},
+        ),
     ] = {}
     tolerations: Annotated[
         list[Toleration], Field(max_length=32, description="tolerations: added to the one for nvidia.com/gpu.")

@@ -61,10 +61,20 @@ GPU_TYPES: dict[GpuTypeName, GpuType] = {
     gpu.name: gpu
     for gpu in (
         GpuType(
-            GpuTypeName.A100_40GB, (8, 0), 40, ("NVIDIA-A100-SXM4-40GB", "NVIDIA-A100-PCIE-40GB"), ("nvidia-tesla-a100",), ("a100",)
+            GpuTypeName.A100_40GB,
+            (8, 0),
+            40,
+            ("NVIDIA-A100-SXM4-40GB", "NVIDIA-A100-PCIE-40GB"),
+            ("nvidia-tesla-a100",),
+            ("a100",),
         ),
         GpuType(
-            GpuTypeName.A100_80GB, (8, 0), 80, ("NVIDIA-A100-SXM4-80GB", "NVIDIA-A100-80GB-PCIe"), ("nvidia-a100-80gb",), ("a100",)
+            GpuTypeName.A100_80GB,
+            (8, 0),
+            80,
+            ("NVIDIA-A100-SXM4-80GB", "NVIDIA-A100-80GB-PCIe"),
+            ("nvidia-a100-80gb",),
+            ("a100",),
         ),
         GpuType(
             GpuTypeName.H100,

@@ -31,7 +31,10 @@ from motley_api.resources.samplergroup import TEMPLATE_RULES, SamplerGroupTempla
 
 
 class ModelSource(Model):
-    source: Annotated[Url, Field(description="source: Hugging Face checkpoint folder, as an fsspec URL or a path that every pod sees.")]
+    source: Annotated[
+        Url,
+        Field(description="source: Hugging Face checkpoint folder, as an fsspec URL or a path that every pod sees."),
+    ]
     context_length: Annotated[int, Field(ge=16, le=4_194_304, description="contextLength: longest episode, in tokens.")]
 
 
@@ -59,30 +62,44 @@ class LossReduction(StrEnum):
 class ImportanceSampling(Model):
     mode: Annotated[
         ImportanceSamplingMode,
-        Field(description="mode: None, TIS (ratio truncated at high) or MIS (IcePop: weight 0 outside [low, high]). Default: MIS."),
+        Field(
+            description="mode: None, TIS (ratio truncated at high) or MIS (IcePop: weight 0 outside [low, high]). Default: MIS."
+        ),
     ] = ImportanceSamplingMode.MIS
     low: Annotated[DecimalString, Field(description='low: smallest ratio kept by MIS. Default: "0.5".')] = "0.5"
-    high: Annotated[DecimalString, Field(description='high: largest ratio kept by MIS, the clip of TIS. Default: "5".')] = "5"
+    high: Annotated[
+        DecimalString, Field(description='high: largest ratio kept by MIS, the clip of TIS. Default: "5".')
+    ] = "5"
 
 
 class Sampling(Model):
     temperature: Annotated[DecimalString, Field(description='temperature: Default: "1".')] = "1"
-    top_p: Annotated[DecimalString, Field(description='topP: mass of the smallest set sampled from. Default: "0.97".')] = "0.97"
-    top_k: Annotated[int, Field(ge=1, le=4096, description="topK: most candidates a token is drawn from. Default: 64.")] = 64
+    top_p: Annotated[
+        DecimalString, Field(description='topP: mass of the smallest set sampled from. Default: "0.97".')
+    ] = "0.97"
+    top_k: Annotated[
+        int, Field(ge=1, le=4096, description="topK: most candidates a token is drawn from. Default: 64.")
+    ] = 64
 
 
 class Clip(Model):
-    low: Annotated[DecimalString, Field(description='low: PPO clips the ratio below at 1 - low. Default: "0.2".')] = "0.2"
+    low: Annotated[DecimalString, Field(description='low: PPO clips the ratio below at 1 - low. Default: "0.2".')] = (
+        "0.2"
+    )
     high: Annotated[DecimalString, Field(description='high: and above at 1 + high. Default: "0.2".')] = "0.2"
 
 
 class Optimizer(Model):
-    learning_rate: Annotated[DecimalString, Field(description='learningRate: of Adam. Default: "0.000001".')] = "0.000001"
+    learning_rate: Annotated[DecimalString, Field(description='learningRate: of Adam. Default: "0.000001".')] = (
+        "0.000001"
+    )
     beta1: DecimalString = "0.9"
     beta2: DecimalString = "0.98"
     epsilon: DecimalString = "0.00000001"
     weight_decay: DecimalString = "0"
-    gradient_clip: Annotated[DecimalString, Field(description='gradientClip: largest gradient norm; "0" is off. Default: "1".')] = "1"
+    gradient_clip: Annotated[
+        DecimalString, Field(description='gradientClip: largest gradient norm; "0" is off. Default: "1".')
+    ] = "1"
     warmup_steps: Annotated[
         int, Field(ge=0, le=1_000_000, description="warmupSteps: steps over which the rate grows from 0. Default: 0.")
     ] = 0
@@ -101,34 +118,57 @@ class Algorithm(Model):
         alias_generator=_alias,
     )
     advantage: Annotated[
-        Advantage, Field(description="advantage: reward minus the group's mean, over its standard deviation or not. Default: GroupMean.")
+        Advantage,
+        Field(
+            description="advantage: reward minus the group's mean, over its standard deviation or not. Default: GroupMean."
+        ),
     ] = Advantage.GROUP_MEAN
     importance_sampling: ImportanceSampling = ImportanceSampling()
     score_centering: Annotated[
-        Switch, Field(description="scoreCentering: centre the weighted score under the sampler's distribution. Default: Enabled.")
+        Switch,
+        Field(
+            description="scoreCentering: centre the weighted score under the sampler's distribution. Default: Enabled."
+        ),
     ] = Switch.ENABLED
     mask_replay: Annotated[
-        Switch, Field(description="maskReplay: renormalise the trainer over the sampler's candidates. Default: Enabled.")
+        Switch,
+        Field(description="maskReplay: renormalise the trainer over the sampler's candidates. Default: Enabled."),
     ] = Switch.ENABLED
     sampling: Sampling = Sampling()
     clip: Annotated[
-        Clip, Field(description="clip: PPO's; used only with importanceSampling None and scoreCentering Disabled (plain GRPO).")
+        Clip,
+        Field(
+            description="clip: PPO's; used only with importanceSampling None and scoreCentering Disabled (plain GRPO)."
+        ),
     ] = Clip()
     loss_reduction: Annotated[
-        LossReduction, Field(description="lossReduction: mean over all tokens, or over sequences of their token means. Default: TokenMean.")
+        LossReduction,
+        Field(
+            description="lossReduction: mean over all tokens, or over sequences of their token means. Default: TokenMean."
+        ),
     ] = LossReduction.TOKEN_MEAN
     optimizer: Optimizer = Optimizer()
 
 
 class Batch(Model):
     prompts: Annotated[int, Field(ge=1, le=65_536, description="prompts: of one optimizer step. Default: 128.")] = 128
-    samples_per_prompt: Annotated[int, Field(ge=2, le=1024, description="samplesPerPrompt: trajectories of one prompt. Default: 8.")] = 8
+    samples_per_prompt: Annotated[
+        int, Field(ge=2, le=1024, description="samplesPerPrompt: trajectories of one prompt. Default: 8.")
+    ] = 8
 
 
 class Staleness(Model):
-    max_steps: Annotated[
-        int, Field(ge=0, le=10_000, description="maxSteps: samples older than this many steps are discarded. Default: no cap.")
-    ] | None = None
+    max_steps: (
+        Annotated[
+            int,
+            Field(
+                ge=0,
+                le=10_000,
+                description="maxSteps: samples older than this many steps are discarded. Default: no cap.",
+            ),
+        ]
+        | None
+    ) = None
 
 
 class TrainerDtype(StrEnum):
@@ -137,25 +177,44 @@ class TrainerDtype(StrEnum):
 
 
 class Trainer(Model):
-    gpu_type: Annotated[GpuTypeName, Field(description="gpuType: the trainer's accelerator. Default: B200.")] = GpuTypeName.B200
+    gpu_type: Annotated[GpuTypeName, Field(description="gpuType: the trainer's accelerator. Default: B200.")] = (
+        GpuTypeName.B200
+    )
     capacity_type: CapacityType = CapacityType.ON_DEMAND
     nodes: Annotated[int, Field(ge=1, le=1024, description="nodes: pods of the gang. Default: 1.")] = 1
-    gpus_per_node: Annotated[int, Field(ge=1, le=16, description="gpusPerNode: GPUs, and training processes, of each. Default: 8.")] = 8
+    gpus_per_node: Annotated[
+        int, Field(ge=1, le=16, description="gpusPerNode: GPUs, and training processes, of each. Default: 8.")
+    ] = 8
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     expert_parallel: Annotated[int, Field(ge=1, le=256)] = 1
-    dtype: Annotated[TrainerDtype, Field(description="dtype: BF16, or FP32 on CPUs. Default: BF16.")] = TrainerDtype.BF16
+    dtype: Annotated[TrainerDtype, Field(description="dtype: BF16, or FP32 on CPUs. Default: BF16.")] = (
+        TrainerDtype.BF16
+    )
     template: PodOverrides = PodOverrides()
 
 
 class TaskLimits(Model):
-    max_turns: Annotated[int, Field(ge=1, le=10_000, description="maxTurns: replies of one episode. Default: 100.")] = 100
-    max_tokens_per_turn: Annotated[int, Field(ge=1, le=1_000_000, description="maxTokensPerTurn: Default: 4096.")] = 4096
-    command_timeout_seconds: Annotated[Seconds, Field(description="commandTimeoutSeconds: of one bash command. Default: 120.")] = 120
-    episode_timeout_seconds: Annotated[Seconds, Field(description="episodeTimeoutSeconds: of a whole episode. Default: 3600.")] = 3600
+    max_turns: Annotated[int, Field(ge=1, le=10_000, description="maxTurns: replies of one episode. Default: 100.")] = (
+        100
+    )
+    max_tokens_per_turn: Annotated[int, Field(ge=1, le=1_000_000, description="maxTokensPerTurn: Default: 4096.")] = (
+        4096
+    )
+    command_timeout_seconds: Annotated[
+        Seconds, Field(description="commandTimeoutSeconds: of one bash command. Default: 120.")
+    ] = 120
+    episode_timeout_seconds: Annotated[
+        Seconds, Field(description="episodeTimeoutSeconds: of a whole episode. Default: 3600.")
+    ] = 3600
     output_bytes: Annotated[
-        int, Field(ge=16, le=10_485_760, description="outputBytes: of a command's output that the policy sees. Default: 16384.")
+        int,
+        Field(
+            ge=16, le=10_485_760, description="outputBytes: of a command's output that the policy sees. Default: 16384."
+        ),
     ] = 16_384
-    memory_mebibytes: Annotated[int, Field(ge=16, le=1_048_576, description="memoryMebibytes: of a sandbox. Default: 2048.")] = 2048
+    memory_mebibytes: Annotated[
+        int, Field(ge=16, le=1_048_576, description="memoryMebibytes: of a sandbox. Default: 2048.")
+    ] = 2048
 
 
 class Isolation(StrEnum):
@@ -168,34 +227,62 @@ class Isolation(StrEnum):
 class Sandbox(Model):
     isolation: Annotated[
         Isolation,
-        Field(description="isolation: of the policy's commands; Auto takes the strongest that works on the worker and says which. Default: Auto."),
+        Field(
+            description="isolation: of the policy's commands; Auto takes the strongest that works on the worker and says which. Default: Auto."
+        ),
     ] = Isolation.AUTO
 
 
 class Tasks(Model):
-    source: Annotated[Url, Field(description="source: folder with train/ and, for evaluation, heldout/; each task a folder in Harbor's format.")]
+    source: Annotated[
+        Url,
+        Field(
+            description="source: folder with train/ and, to evaluate, heldout/; each task a folder in Harbor's format."
+        ),
+    ]
     sandbox: Sandbox = Sandbox()
     limits: TaskLimits = TaskLimits()
 
 
 class Rollout(Model):
-    sessions: Annotated[
-        int, Field(ge=1, le=100_000, description="sessions: concurrent agent sessions of the run. Default: the fleet's capacity.")
-    ] | None = None
-    workers: Annotated[int, Field(ge=1, le=1000, description="workers: rollout pods that share the sessions. Default: 1.")] = 1
+    sessions: (
+        Annotated[
+            int,
+            Field(
+                ge=1,
+                le=100_000,
+                description="sessions: concurrent agent sessions of the run. Default: the fleet's capacity.",
+            ),
+        ]
+        | None
+    ) = None
+    workers: Annotated[
+        int, Field(ge=1, le=1000, description="workers: rollout pods that share the sessions. Default: 1.")
+    ] = 1
     template: PodOverrides = PodOverrides()
 
 
 class Evaluation(Model):
-    every_steps: Annotated[int, Field(ge=1, le=1_000_000, description="everySteps: evaluate on the held-out tasks this often.")]
+    every_steps: Annotated[
+        int, Field(ge=1, le=1_000_000, description="everySteps: evaluate on the held-out tasks this often.")
+    ]
     samples_per_task: Annotated[int, Field(ge=1, le=1024, description="samplesPerTask: Default: 1.")] = 1
 
 
 class Store(Model):
-    url: Annotated[Url, Field(description="url: fsspec URL of the weight store, ledger and checkpoints: file://, s3://, gs://.")]
-    claim_name: Annotated[
-        str, Field(max_length=253, description="claimName: PersistentVolumeClaim mounted at the url's path, for file:// stores.")
-    ] | None = None
+    url: Annotated[
+        Url, Field(description="url: fsspec URL of the weight store, ledger and checkpoints: file://, s3://, gs://.")
+    ]
+    claim_name: (
+        Annotated[
+            str,
+            Field(
+                max_length=253,
+                description="claimName: PersistentVolumeClaim mounted at the url's path, for file:// stores.",
+            ),
+        ]
+        | None
+    ) = None
 
 
 class Checkpoint(Model):
@@ -215,8 +302,18 @@ class Price(Model):
 
 
 class Budget(Model):
-    usd_per_hour: Annotated[DecimalString, Field(description="usdPerHour: most that the run's pods may cost an hour. Default: no cap.")] | None = None
-    usd_total: Annotated[DecimalString, Field(description="usdTotal: the run pauses when it has cost this much. Default: no cap.")] | None = None
+    usd_per_hour: (
+        Annotated[
+            DecimalString, Field(description="usdPerHour: most that the run's pods may cost an hour. Default: no cap.")
+        ]
+        | None
+    ) = None
+    usd_total: (
+        Annotated[
+            DecimalString, Field(description="usdTotal: the run pauses when it has cost this much. Default: no cap.")
+        ]
+        | None
+    ) = None
 
 
 class Baseline(Model):
@@ -227,9 +324,17 @@ class Baseline(Model):
     gpus_per_engine: Annotated[int, Field(ge=1, le=64)] = 1
     engines: Annotated[int, Field(ge=1, le=4096, description="engines: of the baseline fleet.")]
     sessions_per_engine: Annotated[int, Field(ge=1, le=4096)] = 32
-    turns_per_engine_hour: Annotated[
-        int, Field(ge=1, le=100_000_000, description="turnsPerEngineHour: of one of its engines at the latency bound. Default: measured from the run.")
-    ] | None = None
+    turns_per_engine_hour: (
+        Annotated[
+            int,
+            Field(
+                ge=1,
+                le=100_000_000,
+                description="turnsPerEngineHour: of one of its engines at the latency bound. Default: measured from the run.",
+            ),
+        ]
+        | None
+    ) = None
 
 
 class GuardAction(StrEnum):
@@ -248,18 +353,29 @@ class Guard(Model):
     kl_growth: Annotated[
         DecimalString, Field(description='klGrowth: KL over its own early level that raises the alarm. Default: "3".')
     ] = "3"
-    tail_ratio: Annotated[DecimalString, Field(description='tailRatio: growth of the tail ratio that raises it. Default: "3".')] = "3"
+    tail_ratio: Annotated[
+        DecimalString, Field(description='tailRatio: growth of the tail ratio that raises it. Default: "3".')
+    ] = "3"
     out_of_range_growth: Annotated[
-        DecimalString, Field(description='outOfRangeGrowth: growth of the out-of-range share that raises it. Default: "4".')
+        DecimalString,
+        Field(description='outOfRangeGrowth: growth of the out-of-range share that raises it. Default: "4".'),
     ] = "4"
     format_error_percent: Annotated[
-        int, Field(ge=1, le=100, description="formatErrorPercent: episodes ended by format errors that raise it. Default: 30.")
+        int,
+        Field(
+            ge=1, le=100, description="formatErrorPercent: episodes ended by format errors that raise it. Default: 30."
+        ),
     ] = 30
     early_steps: Annotated[
         int, Field(ge=1, le=1000, description="earlySteps: first steps that set the early level. Default: 5.")
     ] = 5
     patience_steps: Annotated[
-        int, Field(ge=1, le=1000, description="patienceSteps: steps in a row above a threshold before the guard acts. Default: 2.")
+        int,
+        Field(
+            ge=1,
+            le=1000,
+            description="patienceSteps: steps in a row above a threshold before the guard acts. Default: 2.",
+        ),
     ] = 2
 
 
@@ -280,7 +396,9 @@ class RLRunSpec(Model):
     algorithm: Algorithm = Algorithm()
     batch: Batch = Batch()
     steps: Annotated[int, Field(ge=1, le=10_000_000, description="steps: optimizer steps of the run.")]
-    seed: Annotated[int, Field(ge=0, le=2_147_483_647, description="seed: of task order and of sampling. Default: 0.")] = 0
+    seed: Annotated[
+        int, Field(ge=0, le=2_147_483_647, description="seed: of task order and of sampling. Default: 0.")
+    ] = 0
     staleness: Staleness = Staleness()
     trainer: Trainer = Trainer()
     tasks: Tasks
@@ -301,21 +419,33 @@ class RLRunSpec(Model):
         Field(
             max_length=64,
             description="prices: per GPU type and capacity type. A type without one has no cost in status, and a condition says so.",
-            json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["gpuType", "capacityType"]},
+            json_schema_extra={
+                "x-kubernetes-list-type": "map",
+                "x-kubernetes-list-map-keys": ["gpuType", "capacityType"],
+            },
         ),
     ] = []
     budget: Budget = Budget()
-    baseline: Annotated[Baseline, Field(description="baseline: the homogeneous fleet to compare cost with. Default: none.")] | None = None
+    baseline: (
+        Annotated[Baseline, Field(description="baseline: the homogeneous fleet to compare cost with. Default: none.")]
+        | None
+    ) = None
     guard: Guard = Guard()
     suspend: Annotated[
-        bool, Field(description="suspend: true removes every pod of the run after a save; false goes on from there. Default: false.")
+        bool,
+        Field(
+            description="suspend: true removes every pod of the run after a save; false goes on from there. Default: false."
+        ),
     ] = False
 
 
 class Mismatch(Model):
     kl: DecimalString | None = None
     out_of_range_percent: DecimalString | None = None
-    growth: Annotated[DecimalString, Field(description="growth: KL of the last steps over the run's own early level.")] | None = None
+    growth: (
+        Annotated[DecimalString, Field(description="growth: KL of the last steps over the run's own early level.")]
+        | None
+    ) = None
 
 
 class GroupStatus(Model):
@@ -345,9 +475,17 @@ class Cost(Model):
     idle_usd: DecimalString | None = None
     discarded_usd: DecimalString | None = None
     baseline_usd: DecimalString | None = None
-    saving_percent: Annotated[
-        str, Field(max_length=20, pattern=r"^-?[0-9]{1,9}(\.[0-9]{1,9})?$", description="savingPercent: work-priced, against the baseline; negative when dearer.")
-    ] | None = None
+    saving_percent: (
+        Annotated[
+            str,
+            Field(
+                max_length=20,
+                pattern=r"^-?[0-9]{1,9}(\.[0-9]{1,9})?$",
+                description="savingPercent: work-priced, against the baseline; negative when dearer.",
+            ),
+        ]
+        | None
+    ) = None
 
 
 class Totals(Cost):
@@ -356,9 +494,16 @@ class Totals(Cost):
     generated_tokens: Total = 0
     repeated_steps: Total = 0
     gpu_seconds: Total = 0
-    accounted_until: Annotated[
-        str, Field(description="accountedUntil: pod time up to here is in billedUSD.", json_schema_extra={"format": "date-time"})
-    ] | None = None
+    accounted_until: (
+        Annotated[
+            str,
+            Field(
+                description="accountedUntil: pod time up to here is in billedUSD.",
+                json_schema_extra={"format": "date-time"},
+            ),
+        ]
+        | None
+    ) = None
 
 
 class Decision(Model):
@@ -372,7 +517,9 @@ class RLRunStatus(Model):
 
     observed_generation: Annotated[int, Field(ge=0)] | None = None
     conditions: Conditions = []
-    status: Annotated[str, Field(max_length=64, description="status: the Succeeded condition's reason, for the table.")] = ""
+    status: Annotated[
+        str, Field(max_length=64, description="status: the Succeeded condition's reason, for the table.")
+    ] = ""
     step: Total | None = None
     attempt: Total | None = None
     weights_version: Annotated[int, Field(ge=-1)] | None = None
@@ -381,11 +528,15 @@ class RLRunStatus(Model):
     entropy: DecimalString | None = None
     grad_norm: DecimalString | None = None
     mismatch: Mismatch | None = None
-    groups_ready: Annotated[str, Field(max_length=32, description="groupsReady: ready of all, for the table: 8/8.")] = ""
+    groups_ready: Annotated[str, Field(max_length=32, description="groupsReady: ready of all, for the table: 8/8.")] = (
+        ""
+    )
     groups: Annotated[list[GroupStatus], Field(max_length=256, json_schema_extra=LIST_MAP_BY_NAME)] = []
     cost_per_step: Annotated[Cost, Field(description="costPerStep: mean over the last steps.")] | None = None
     totals: Totals | None = None
-    decisions: Annotated[list[Decision], Field(max_length=10, description="decisions: the last ten: what, why, with which numbers.")] = []
+    decisions: Annotated[
+        list[Decision], Field(max_length=10, description="decisions: the last ten: what, why, with which numbers.")
+    ] = []
 
 
 class RLRun(Model):

@@ -34,7 +34,9 @@ class EngineType(StrEnum):
 class Engine(Model):
     type: Annotated[
         EngineType,
-        Field(description="type: SGLang (GPUs; also runs on a CPU) or Reference (torch on a CPU, the same HTTP API). Default: SGLang."),
+        Field(
+            description="type: SGLang (GPUs; also runs on a CPU) or Reference (torch on a CPU, the same HTTP API). Default: SGLang."
+        ),
     ] = EngineType.SGLANG
     args: Annotated[
         list[Annotated[str, Field(max_length=256)]],
@@ -69,42 +71,79 @@ TEMPLATE_RULES = (
 class SamplerGroupTemplate(Model):
     """What a group is, wherever it is declared: inline in an RLRun, or as a SamplerGroup of its own."""
 
-    gpu_type: Annotated[GpuTypeName, Field(description="gpuType: the accelerator, matched on nodes by whole label values.")]
+    gpu_type: Annotated[
+        GpuTypeName, Field(description="gpuType: the accelerator, matched on nodes by whole label values.")
+    ]
     precision: Annotated[
-        Precision, Field(description="precision: of the weights that the group serves; it decides the group's weight view.")
+        Precision,
+        Field(description="precision: of the weights that the group serves; it decides the group's weight view."),
     ]
     kv_cache_precision: Annotated[
         KvCachePrecision, Field(description="kvCachePrecision: of the KV cache. Default: FP8.")
     ] = KvCachePrecision.FP8
-    gpus_per_engine: Annotated[int, Field(ge=1, le=64, description="gpusPerEngine: GPUs of one engine (one pod). Default: 1.")] = 1
+    gpus_per_engine: Annotated[
+        int, Field(ge=1, le=64, description="gpusPerEngine: GPUs of one engine (one pod). Default: 1.")
+    ] = 1
     replicas: Annotated[int, Field(ge=0, le=4096, description="replicas: engines wanted. Default: 1.")] = 1
-    min_replicas: Annotated[
-        int, Field(ge=0, le=4096, description="minReplicas: fewest engines that the operator may choose. Default: replicas.")
-    ] | None = None
-    max_replicas: Annotated[
-        int, Field(ge=0, le=4096, description="maxReplicas: most engines that the operator may choose. Default: replicas.")
-    ] | None = None
+    min_replicas: (
+        Annotated[
+            int,
+            Field(
+                ge=0,
+                le=4096,
+                description="minReplicas: fewest engines that the operator may choose. Default: replicas.",
+            ),
+        ]
+        | None
+    ) = None
+    max_replicas: (
+        Annotated[
+            int,
+            Field(
+                ge=0, le=4096, description="maxReplicas: most engines that the operator may choose. Default: replicas."
+            ),
+        ]
+        | None
+    ) = None
     sessions_per_engine: Annotated[
-        int,
-        Field(ge=1, le=4096, description="sessionsPerEngine: agent sessions that one engine serves at the latency bound, until measured."),
-    ] = 16
-    turns_per_engine_hour: Annotated[
         int,
         Field(
             ge=1,
-            le=100_000_000,
-            description="turnsPerEngineHour: agent turns that one engine serves an hour at the latency bound; prices a turn. Default: measured.",
+            le=4096,
+            description="sessionsPerEngine: agent sessions that one engine serves at the latency bound, until measured.",
         ),
-    ] | None = None
-    capacity_type: Annotated[CapacityType, Field(description="capacityType: OnDemand or Spot; decides the price. Default: OnDemand.")] = (
-        CapacityType.ON_DEMAND
-    )
-    engine: Annotated[Engine, Field(description="engine: what serves the model. Default: SGLang without further arguments.")] = Engine()
-    queue_name: Annotated[Name, Field(description="queueName: the Kueue LocalQueue that admits the group's pods. Default: none.")] | None = None
+    ] = 16
+    turns_per_engine_hour: (
+        Annotated[
+            int,
+            Field(
+                ge=1,
+                le=100_000_000,
+                description="turnsPerEngineHour: turns that one engine serves an hour at the latency bound; prices a turn. Default: measured.",
+            ),
+        ]
+        | None
+    ) = None
+    capacity_type: Annotated[
+        CapacityType, Field(description="capacityType: OnDemand or Spot; decides the price. Default: OnDemand.")
+    ] = CapacityType.ON_DEMAND
+    engine: Annotated[
+        Engine, Field(description="engine: what serves the model. Default: SGLang without further arguments.")
+    ] = Engine()
+    queue_name: (
+        Annotated[
+            Name, Field(description="queueName: the Kueue LocalQueue that admits the group's pods. Default: none.")
+        ]
+        | None
+    ) = None
     template: Annotated[PodOverrides, Field(description="template: overrides for the group's pods.")] = PodOverrides()
     drain_seconds: Annotated[
         int,
-        Field(ge=0, le=86_400, description="drainSeconds: how long a leaving engine may finish its sessions, in seconds. Default: 600."),
+        Field(
+            ge=0,
+            le=86_400,
+            description="drainSeconds: how long a leaving engine may finish its sessions, in seconds. Default: 600.",
+        ),
     ] = 600
 
 
@@ -132,13 +171,17 @@ class SamplerGroupStatus(Model):
     conditions: Conditions = []
     replicas: CountOrZero = 0
     ready_replicas: CountOrZero = 0
-    selector: Annotated[str, Field(max_length=512, description="selector: of the group's pods, for the scale subresource.")] = ""
+    selector: Annotated[
+        str, Field(max_length=512, description="selector: of the group's pods, for the scale subresource.")
+    ] = ""
     capacity_sessions: CountOrZero | None = None
     share_percent: DecimalString | None = None
     out_of_range_percent: DecimalString | None = None
     version: Annotated[int, Field(ge=-1)] | None = None
     usd_per_million_tokens: DecimalString | None = None
-    status: Annotated[str, Field(max_length=64, description="status: the Ready condition's reason, for the table.")] = ""
+    status: Annotated[str, Field(max_length=64, description="status: the Ready condition's reason, for the table.")] = (
+        ""
+    )
 
 
 class SamplerGroup(Model):
