@@ -228,7 +228,7 @@ class Sandbox(Model):
     isolation: Annotated[
         Isolation,
         Field(
-            description="isolation: of the policy's commands; Auto takes the strongest that works on the worker and says which. Default: Auto."
+            description="isolation: of the policy's commands; Auto takes the strongest that works and says which. Default: Auto."
         ),
     ] = Isolation.AUTO
 

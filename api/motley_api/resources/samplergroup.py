@@ -119,7 +119,7 @@ class SamplerGroupTemplate(Model):
             Field(
                 ge=1,
                 le=100_000_000,
-                description="turnsPerEngineHour: turns that one engine serves an hour at the latency bound; prices a turn. Default: measured.",
+                description="turnsPerEngineHour: turns an engine serves in an hour at the latency bound; prices a turn. Default: measured.",
             ),
         ]
         | None
