@@ -11,11 +11,16 @@ GROUP_LABEL = f"{API_GROUP}/group"  # SamplerGroup name
 ROLE_LABEL = f"{API_GROUP}/role"  # one of ROLES
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 MANAGED_BY = "motley"
+GPU_TYPE_LABEL = (
+    f"{API_GROUP}/gpu-type"  # on pods that hold GPUs: what they are priced as, also when their group is gone
+)
+CAPACITY_TYPE_LABEL = f"{API_GROUP}/capacity-type"
 ROLE_SAMPLER, ROLE_ROUTER, ROLE_ROLLOUT, ROLE_TRAINER = "sampler", "router", "rollout", "trainer"
 ROLES = (ROLE_SAMPLER, ROLE_ROUTER, ROLE_ROLLOUT, ROLE_TRAINER)
 
 # Annotations.
 SPEC_HASH_ANNOTATION = f"{API_GROUP}/spec-hash"  # hash of what a child was rendered from
+STEPS_ANNOTATION = f"{API_GROUP}/steps"  # on the trainer's Job: spec.steps when it was made
 DELETION_COST_ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"  # lower goes first on a scale-down
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
@@ -42,6 +47,10 @@ ENV_POD_NAME = "MOTLEY_POD_NAME"  # fieldRef metadata.name; an engine's id
 ENV_POD_IP = "MOTLEY_POD_IP"  # fieldRef status.podIP; servers bind and advertise this address
 ENV_NODE_NAME = "MOTLEY_NODE_NAME"  # fieldRef spec.nodeName
 ENV_SCRATCH = "MOTLEY_SCRATCH"  # an emptyDir: pulled views, sandboxes
+
+# A process that can never work as configured (no such model, no tasks) writes why to stderr, last, and exits with this code:
+# sysexits' EX_CONFIG. The trainer's Job is then failed at once, and the text becomes a condition.
+EXIT_CONFIG = 78
 
 # Ports: one each, on the pod's own address; /health, /metrics and the role's API share it.
 ROUTER_PORT = 8000

@@ -274,6 +274,7 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     finished: bool = False
     last: StepRecord | None = None
     evaluation: EvaluationRecord | None = None
+    fleet_generation: int = -1  # of the newest Fleet heard; the operator puts a newer one until it is
     condition: str = ""  # CamelCase when something is wrong: NonFiniteGradient, StoreUnavailable, ...
     message: str = ""
 

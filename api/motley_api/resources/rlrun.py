@@ -292,7 +292,18 @@ class Checkpoint(Model):
 
 class InlineGroup(SamplerGroupTemplate):
     model_config = ConfigDict(json_schema_extra=rules(*TEMPLATE_RULES), alias_generator=_alias)
-    name: Annotated[Name, Field(description="name: the SamplerGroup made from it is called <run>-<name>.")]
+    name: Annotated[
+        Name,
+        Field(
+            description="name: the SamplerGroup made from it is called <run>-<name>.",
+            json_schema_extra=rules(
+                (
+                    "!(self in ['router', 'rollout', 'trainer', 'gang'])",
+                    "name must not be one of router, rollout, trainer, gang: the run's own parts are called so",
+                )
+            ),
+        ),
+    ]
 
 
 class Price(Model):
@@ -366,6 +377,22 @@ class Guard(Model):
             ge=1, le=100, description="formatErrorPercent: episodes ended by format errors that raise it. Default: 30."
         ),
     ] = 30
+    entropy_fall: Annotated[
+        DecimalString,
+        Field(
+            description="entropyFall: early entropy over the present one that raises a warning, and never more:"
+            ' a policy that learns grows sure. Default: "10".'
+        ),
+    ] = "10"
+    kl_floor: Annotated[
+        DecimalString, Field(description='klFloor: KL in nats below which its growth raises nothing. Default: "0.002".')
+    ] = "0.002"
+    out_of_range_floor_percent: Annotated[
+        DecimalString,
+        Field(
+            description='outOfRangeFloorPercent: share of tokens below which its growth raises nothing. Default: "1".'
+        ),
+    ] = "1"
     early_steps: Annotated[
         int, Field(ge=1, le=1000, description="earlySteps: first steps that set the early level. Default: 5.")
     ] = 5
@@ -474,7 +501,22 @@ class Cost(Model):
     trainer_usd: DecimalString | None = None
     idle_usd: DecimalString | None = None
     discarded_usd: DecimalString | None = None
-    baseline_usd: DecimalString | None = None
+    baseline_usd: (
+        Annotated[
+            DecimalString,
+            Field(description="baselineUSD: the same turns, priced on the baseline; compare with workPricedUSD."),
+        ]
+        | None
+    ) = None
+    baseline_billed_usd: (
+        Annotated[
+            DecimalString,
+            Field(
+                description="baselineBilledUSD: the baseline, sized to the same sessions, for the same time; compare with samplerUSD."
+            ),
+        ]
+        | None
+    ) = None
     saving_percent: (
         Annotated[
             str,
@@ -486,6 +528,46 @@ class Cost(Model):
         ]
         | None
     ) = None
+
+
+class StepCost(Cost):
+    """What one optimizer step cost; kept for the last ten."""
+
+    step: Total
+    attempt: Total = 0
+    seconds: DecimalString = "0"
+
+
+class GpuTime(Model):
+    """GPU time of one kind at one price: integers, so that dollars are exact whatever restarts in between."""
+
+    role: Annotated[str, Field(json_schema_extra={"enum": ["sampler", "trainer"]})]
+    gpu_type: GpuTypeName
+    capacity_type: CapacityType = CapacityType.ON_DEMAND
+    usd_per_gpu_hour: (
+        Annotated[
+            DecimalString,
+            Field(
+                description="usdPerGPUHour: price while the time passed; none: it takes the price that is set later."
+            ),
+        ]
+        | None
+    ) = None
+    gpu_seconds: Total = 0
+
+
+class GroupGuard(Model):
+    name: Name
+    action: GuardAction
+
+
+class GuardStatus(Model):
+    """What the guard holds to until spec changes."""
+
+    action: Annotated[GuardAction, Field(description="action: the strongest step in force for the run.")] | None = None
+    groups: Annotated[list[GroupGuard], Field(max_length=256, json_schema_extra=LIST_MAP_BY_NAME)] = []
+    since_step: Annotated[Total, Field(description="sinceStep: earlier steps raise no alarm any more.")] = 0
+    generation: Annotated[int, Field(ge=0, description="generation: of the spec that it was decided under.")] = 0
 
 
 class Totals(Cost):
@@ -533,7 +615,9 @@ class RLRunStatus(Model):
     )
     groups: Annotated[list[GroupStatus], Field(max_length=256, json_schema_extra=LIST_MAP_BY_NAME)] = []
     cost_per_step: Annotated[Cost, Field(description="costPerStep: mean over the last steps.")] | None = None
+    step_costs: Annotated[list[StepCost], Field(max_length=10, description="stepCosts: of the last ten steps.")] = []
     totals: Totals | None = None
+    guard: GuardStatus | None = None
     decisions: Annotated[
         list[Decision], Field(max_length=10, description="decisions: the last ten: what, why, with which numbers.")
     ] = []
