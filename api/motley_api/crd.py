@@ -69,14 +69,15 @@ def structural(schema: Json, definitions: Mapping[str, Json]) -> Json:
 
 
 def _with_structural_default(node: Json) -> Json:
-    """Null and empty defaults go; an object's default becomes {}, which the server fills from its fields' own defaults."""
+    """Null and empty defaults go; an object's default is spelled out, since the server checks its rules before it fills it."""
     if "default" not in node:
         return node
     default = node["default"]
-    nested = any("default" in child for child in node.get("properties", {}).values())
-    if default is None or default == [] or default == "" or (isinstance(default, dict) and not nested):
+    if isinstance(default, dict):
+        default = {name: child["default"] for name, child in node.get("properties", {}).items() if "default" in child}
+    if default in (None, [], "", {}):
         return {key: value for key, value in node.items() if key != "default"}
-    return {**node, "default": {}} if isinstance(default, dict) else node
+    return {**node, "default": default}
 
 
 def root_schema(model: type[BaseModel]) -> Json:
