@@ -37,11 +37,11 @@ verify: setup ## linters, types, layers, generated files
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
 	@.venv/bin/lint-imports
-	@.venv/bin/motley crds --check crds charts/motley/files/crds
+	@.venv/bin/motley crds --check --reference docs/reference.md crds charts/motley/files/crds
 
 .PHONY: crds
 crds: setup ## write the CRDs again after a change to api/motley_api/resources
-	@.venv/bin/motley crds crds charts/motley/files/crds
+	@.venv/bin/motley crds --reference docs/reference.md crds charts/motley/files/crds
 
 .PHONY: tiny-model
 tiny-model: setup ## make the demo's model and tasks again

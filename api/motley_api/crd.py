@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -195,16 +194,3 @@ def render() -> dict[str, str]:
     """File name -> text of each generated file."""
     header = "# Generated from api/motley_api/resources by `motley crds`. Do not edit.\n"
     return {name: header + "\n".join(to_yaml(body)) + "\n" for name, body in definitions().items()}
-
-
-def write(*folders: Path) -> list[Path]:
-    """Writes the definitions into each folder. Returns the files whose text changed."""
-    changed = []
-    for folder in folders:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in render().items():
-            path = folder / name
-            if not path.exists() or path.read_text() != text:
-                path.write_text(text)
-                changed.append(path)
-    return changed
