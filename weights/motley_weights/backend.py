@@ -1,4 +1,5 @@
-"""Where the store's bytes lie: a folder (POSIX calls, so that writes can be made durable), or any other fsspec file system.
+"""Where the store's bytes lie: a folder (POSIX calls, so that writes can be made durable), or any other fsspec file
+system.
 
 Paths are relative to the root, with forward slashes. Every write is durable when it returns.
 """

@@ -62,8 +62,8 @@ class Checkpoint(NamedTuple):
 def read_checkpoint(folder: str | Path) -> Checkpoint:
     """(config, tensors) of a folder; tensors load when they are looked up.
 
-    CheckpointError: no such folder, no config.json or not JSON, no safetensors, or a file that the index names is not there.
-    UnsupportedModel or NamesError: config.json is not of a model that the names mapping knows.
+    CheckpointError: no such folder, no config.json or not JSON, no safetensors, or a file that the index names is not
+    there. UnsupportedModelError or NamesError: config.json is not of a model that the names mapping knows.
     """
     path = Path(folder)
     config = read_config(path)
@@ -102,6 +102,8 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def model_dir_files(folder: str | Path) -> dict[str, bytes]:
-    """config.json and the tokenizer files of a folder, by name: what `WeightStore.publish` writes beside the weights."""
+    """config.json and the tokenizer files of a folder, by name: what `WeightStore.publish` writes beside the
+    weights.
+    """
     path = Path(folder)
     return {name: (path / name).read_bytes() for name in _MODEL_FILES if (path / name).is_file()}

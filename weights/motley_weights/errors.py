@@ -1,15 +1,15 @@
 """Exceptions of this package.
 
 WeightsError
- +- CodecError         a tensor cannot be encoded or decoded (also a ValueError)
- |   +- NonFiniteWeights  NaN or infinity in a tensor that was to be published
- +- NamesError         a tensor name or shape that does not fit the model (also a ValueError)
- +- UnsupportedModel   an architecture this package has no mapping for (also a ValueError)
- +- CheckpointError    a folder that is not a readable Hugging Face checkpoint (also a ValueError)
- +- StoreError         the store cannot do what was asked
-     +- VersionRefused    a version that would move a pointer backwards, or is not complete
-     +- VersionNotFound   no such version, or it is not complete yet
-     +- ViewCorrupt       bytes that do not match their checksums, or belong to another model, view or version
+ +- CodecError                   a tensor cannot be encoded or decoded (also a ValueError)
+ |   +- NonFiniteWeightsError    NaN or infinity in a tensor that was to be published
+ +- NamesError                   a tensor name or shape that does not fit the model (also a ValueError)
+ +- UnsupportedModelError        an architecture this package has no mapping for (also a ValueError)
+ +- CheckpointError              a folder that is not a readable Hugging Face checkpoint (also a ValueError)
+ +- StoreError                   the store cannot do what was asked
+     +- VersionRefusedError      a version that would move a pointer backwards, or is not complete
+     +- VersionNotFoundError     no such version, or it is not complete yet
+     +- ViewCorruptError         bytes that do not match their checksums, or belong to another model, view or version
 """
 
 
@@ -21,7 +21,7 @@ class CodecError(WeightsError, ValueError):
     """A tensor cannot be encoded or decoded."""
 
 
-class NonFiniteWeights(CodecError):
+class NonFiniteWeightsError(CodecError):
     """NaN or infinity in a tensor that was to be published."""
 
 
@@ -29,7 +29,7 @@ class NamesError(WeightsError, ValueError):
     """A tensor name or shape that does not fit the model."""
 
 
-class UnsupportedModel(WeightsError, ValueError):
+class UnsupportedModelError(WeightsError, ValueError):
     """An architecture that there is no names mapping for."""
 
 
@@ -41,13 +41,13 @@ class StoreError(WeightsError):
     """The store cannot do what was asked."""
 
 
-class VersionRefused(StoreError):
+class VersionRefusedError(StoreError):
     """A version that would move a pointer backwards, or is not complete in every view."""
 
 
-class VersionNotFound(StoreError):
+class VersionNotFoundError(StoreError):
     """No such version in the store, or it is not complete yet."""
 
 
-class ViewCorrupt(StoreError):
+class ViewCorruptError(StoreError):
     """Bytes that do not match their checksums, or that belong to another model, view or version."""

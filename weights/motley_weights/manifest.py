@@ -1,4 +1,5 @@
-"""manifest.json of a version: what it is, which files it has, and their checksums. Written last: a version without one is not there.
+"""manifest.json of a version: what it is, which files it has, and their checksums. Written last: a version without one
+is not there.
 
 And the pointer file `latest`, one line of JSON.
 """
@@ -12,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from motley_weights.errors import ViewCorrupt
+from motley_weights.errors import ViewCorruptError
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = "motley-view/1"
@@ -35,8 +36,8 @@ class DeltaBase(msgspec.Struct, frozen=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a version folder holds.
 
-    files: what a pulled folder holds, byte for byte. stored: what lies in the store; equal to `files` for an anchor. A file
-    that is in both is stored as it is, the rest is made from `base` and the delta files.
+    files: what a pulled folder holds, byte for byte. stored: what lies in the store; equal to `files` for an anchor. A
+    file that is in both is stored as it is, the rest is made from `base` and the delta files.
     """
 
     format: str = FORMAT
@@ -68,13 +69,13 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(content: bytes, *, where: str) -> Manifest:
-    """ViewCorrupt when the content is not a manifest of a format known here."""
+    """ViewCorruptError when the content is not a manifest of a format known here."""
     try:
         manifest = msgspec.json.decode(content, type=Manifest)
     except msgspec.DecodeError as error:
-        raise ViewCorrupt(f"{where}: not a manifest: {error}") from error
+        raise ViewCorruptError(f"{where}: not a manifest: {error}") from error
     if manifest.format != FORMAT:
-        raise ViewCorrupt(f"{where}: format must be {FORMAT}, got {manifest.format!r}")
+        raise ViewCorruptError(f"{where}: format must be {FORMAT}, got {manifest.format!r}")
     return manifest
 
 
@@ -86,7 +87,7 @@ def decode_pointer(content: bytes, *, where: str) -> Pointer:
     try:
         return msgspec.json.decode(content, type=Pointer)
     except msgspec.DecodeError as error:
-        raise ViewCorrupt(f"{where}: not a pointer: {error}") from error
+        raise ViewCorruptError(f"{where}: not a pointer: {error}") from error
 
 
 def digest(content: bytes) -> str:
@@ -94,8 +95,8 @@ def digest(content: bytes) -> str:
 
 
 def fingerprint(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Identity of a model whatever its view and weights: SHA-256 over what shapes it (config.json without storage details) and its
-    tensors' names and shapes."""
+    """Identity of a model whatever its view and weights: SHA-256 over what shapes it (config.json without storage
+    details) and its tensors' names and shapes."""
     storage = {"quantization_config", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "use_cache"}
     model = {key: value for key, value in config.items() if key not in storage}
     return digest(json.dumps([model, sorted(shapes.items())], sort_keys=True).encode())

@@ -1,15 +1,17 @@
 """Tensor names: Megatron-core's GPTModel <-> Hugging Face's Qwen3, Qwen3-MoE and Llama. Pure and exact.
 
-Legend: D = hidden, N = query heads, G = key/value heads (Megatron's query groups), H = head dimension, F = MLP width, V = vocabulary.
+Legend: D = hidden, N = query heads, G = key/value heads (Megatron's query groups), H = head dimension, F = MLP width, V
+= vocabulary.
 
 Megatron's side is the whole model (tensor, pipeline and expert shards already merged), in either of two spellings:
 - local spec: input_layernorm, pre_mlp_layernorm, mlp.experts.local_experts.<e>.linear_fc1.weight
-- TransformerEngine spec: norms inside the next layer (linear_qkv.layer_norm_weight, linear_fc1.layer_norm_weight), experts as
+- TransformerEngine spec: norms inside the next layer (linear_qkv.layer_norm_weight, linear_fc1.layer_norm_weight),
+experts as
   mlp.experts.linear_fc1.weight<e>
 `to_hf` reads both, `from_hf` writes the one it is told to.
 
-Megatron's linear_qkv interleaves by query group: rows are, for each group, its N/G query heads, then its key head, then its
-value head. linear_fc1 is gate rows, then up rows.
+Megatron's linear_qkv interleaves by query group: rows are, for each group, its N/G query heads, then its key head, then
+its value head. linear_fc1 is gate rows, then up rows.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from motley_weights.errors import NamesError, UnsupportedModel
+from motley_weights.errors import NamesError, UnsupportedModelError
 
 # Architecture -> (per-head norms of query and key, may have experts)
 _ARCHITECTURES = {
@@ -68,11 +70,13 @@ class ModelShape:
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """From a config.json's content. UnsupportedModel for another architecture; NamesError for a missing or bad field."""
+        """From a config.json's content. UnsupportedModelError for another architecture; NamesError for a missing or bad
+        field.
+        """
         names = config.get("architectures") or ["(none given)"]
         architecture = names[0]
         if architecture not in _ARCHITECTURES:
-            raise UnsupportedModel(
+            raise UnsupportedModelError(
                 f"config.json architectures: must be one of {', '.join(SUPPORTED_ARCHITECTURES)}, got {architecture}"
             )
         qk_norm, may_have_experts = _ARCHITECTURES[architecture]
@@ -122,8 +126,9 @@ def to_hf(
 ) -> Iterator[tuple[str, Tensor]]:
     """Hugging Face (name, tensor) pairs of merged Megatron tensors, streamed in the given order.
 
-    Splits are views where rows lie together, else copies. Vocabulary padding is cut off; the output layer of a tied model and
-    Megatron's non-tensor "_extra_state" are left out. NamesError names any tensor that has no place or a wrong shape.
+    Splits are views where rows lie together, else copies. Vocabulary padding is cut off; the output layer of a tied
+    model and Megatron's non-tensor "_extra_state" are left out. NamesError names any tensor that has no place or a
+    wrong shape.
     """
     pairs = megatron.items() if isinstance(megatron, Mapping) else megatron
     for name, tensor in pairs:
@@ -141,8 +146,8 @@ def from_hf(
 ) -> dict[str, Tensor]:
     """Merged Megatron tensors of a whole Hugging Face checkpoint; the inverse of `to_hf`.
 
-    padded_vocabulary: rows of embedding and output layer when Megatron pads them (zeros are appended). NamesError when a tensor
-    is missing, left over, or has another shape than the config says.
+    padded_vocabulary: rows of embedding and output layer when Megatron pads them (zeros are appended). NamesError when
+    a tensor is missing, left over, or has another shape than the config says.
     """
     rows = shape.vocabulary if padded_vocabulary is None else padded_vocabulary
     if rows < shape.vocabulary:
@@ -179,15 +184,14 @@ def expected_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 def split_qkv(shape: ModelShape, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """linear_qkv [(N + 2G) x H, ...] -> q [N x H, ...], k [G x H, ...], v [G x H, ...]; weight or bias."""
     per_group = shape.heads // shape.kv_heads
-    grouped = qkv.unflatten(0, (shape.kv_heads, per_group + 2, shape.head_dim))
+    grouped = qkv.reshape(shape.kv_heads, per_group + 2, shape.head_dim, *qkv.shape[1:])
     q, k, v = grouped[:, :per_group], grouped[:, per_group], grouped[:, per_group + 1]
     return q.flatten(0, 2).contiguous(), k.flatten(0, 1).contiguous(), v.flatten(0, 1).contiguous()
 
 
 def merge_qkv(shape: ModelShape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The inverse of `split_qkv`."""
-    groups, head_dim = shape.kv_heads, shape.head_dim
-    parts = [part.unflatten(0, (groups, -1, head_dim)) for part in (q, k, v)]
+    parts = [part.reshape(shape.kv_heads, -1, shape.head_dim, *part.shape[1:]) for part in (q, k, v)]
     return torch.cat(parts, dim=1).flatten(0, 2)
 
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from motley_weights.backend import READ_BYTES
-from motley_weights.errors import ViewCorrupt
+from motley_weights.errors import ViewCorruptError
 from motley_weights.manifest import MANIFEST_FILE, FileEntry, Manifest
 
 
@@ -24,14 +24,14 @@ def is_plain_name(name: str) -> bool:
 
 
 def check_names(manifest: Manifest, *, where: str) -> None:
-    """ViewCorrupt for a manifest that names files outside its folder."""
+    """ViewCorruptError for a manifest that names files outside its folder."""
     for name in (*manifest.files, *manifest.stored):
         if not is_plain_name(name) or name == MANIFEST_FILE:
-            raise ViewCorrupt(f"{where}: file name must be plain, got {name!r}")
+            raise ViewCorruptError(f"{where}: file name must be plain, got {name!r}")
 
 
 def save(chunks: Iterable[bytes], path: Path, want: FileEntry, *, where: str) -> None:
-    """Writes chunks to a new file, checking size and checksum on the way. ViewCorrupt when they are not `want`."""
+    """Writes chunks to a new file, checking size and checksum on the way. ViewCorruptError when they are not `want`."""
     sha256, size = hashlib.sha256(), 0
     with open(path, "xb", buffering=0) as file:
         for chunk in chunks:
@@ -45,11 +45,11 @@ def save(chunks: Iterable[bytes], path: Path, want: FileEntry, *, where: str) ->
 
 def check(got: FileEntry, want: FileEntry, *, where: str) -> None:
     if got.size < want.size:
-        raise ViewCorrupt(f"{where}: truncated: must have {want.size} bytes, has {got.size}")
+        raise ViewCorruptError(f"{where}: truncated: must have {want.size} bytes, has {got.size}")
     if got.size > want.size:
-        raise ViewCorrupt(f"{where}: too long: must have {want.size} bytes, has at least {got.size}")
+        raise ViewCorruptError(f"{where}: too long: must have {want.size} bytes, has at least {got.size}")
     if got.sha256 != want.sha256:
-        raise ViewCorrupt(f"{where}: changed: SHA-256 must be {want.sha256}, is {got.sha256}")
+        raise ViewCorruptError(f"{where}: changed: SHA-256 must be {want.sha256}, is {got.sha256}")
 
 
 def entry_of(path: Path) -> FileEntry:
@@ -63,7 +63,9 @@ def entry_of(path: Path) -> FileEntry:
 
 
 def is_intact(folder: Path, manifest_bytes: bytes, manifest: Manifest) -> bool:
-    """Whether a pulled folder is exactly this version: same manifest, every file with its size and checksum, nothing missing."""
+    """Whether a pulled folder is exactly this version: same manifest, every file with its size and checksum, nothing
+    missing.
+    """
     try:
         if (folder / MANIFEST_FILE).read_bytes() != manifest_bytes:
             return False
@@ -90,7 +92,9 @@ class Building:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def commit(self, is_intact: Callable[[Path], bool]) -> None:
-        """Puts the folder in place of whatever is there. Another process may do the same: then its intact result is as good."""
+        """Puts the folder in place of whatever is there. Another process may do the same: then its intact result is as
+        good.
+        """
         retired = self.folder.with_suffix(".old")
         with contextlib.suppress(FileNotFoundError):
             os.rename(self._target, retired)

@@ -1,7 +1,8 @@
 """Writing and reading safetensors files without a copy of the tensors.
 
-The format (https://huggingface.co/docs/safetensors): 8 bytes little-endian header length, a JSON header that gives each tensor's
-dtype, shape and byte range, then the bytes. The writer keeps the caller's order, so equal tensors in equal order give equal bytes.
+The format (https://huggingface.co/docs/safetensors): 8 bytes little-endian header length, a JSON header that gives each
+tensor's dtype, shape and byte range, then the bytes. The writer keeps the caller's order, so equal tensors in equal
+order give equal bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from motley_weights.errors import ViewCorrupt
+from motley_weights.errors import ViewCorruptError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -37,7 +38,8 @@ def nbytes(tensor: Tensor) -> int:
 
 
 def chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file that holds `tensors` in their order; views of the tensors' own memory where contiguous.
+    """The bytes of a safetensors file that holds `tensors` in their order; views of the tensors' own memory where
+    contiguous.
 
     Raises ValueError for a dtype that is not written here.
     """
@@ -78,7 +80,9 @@ def index(weight_map: Mapping[str, str], total_size: int) -> bytes:
 
 
 def shard_files(folder: Path) -> dict[str, list[str]]:
-    """File name -> tensor names, from the index or, without one, the single file. Empty when the folder holds no weights."""
+    """File name -> tensor names, from the index or, without one, the single file. Empty when the folder holds no
+    weights.
+    """
     if (folder / INDEX_FILE).is_file():
         weight_map = json.loads((folder / INDEX_FILE).read_bytes())["weight_map"]
         files: dict[str, list[str]] = {}
@@ -92,17 +96,21 @@ def shard_files(folder: Path) -> dict[str, list[str]]:
 
 
 def load_folder(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, memory-mapped. ViewCorrupt when a file is missing, truncated or not what the index says."""
+    """All tensors of a folder, memory-mapped. ViewCorruptError when a file is missing, truncated or not what the index
+    says.
+    """
     tensors: dict[str, Tensor] = {}
     files = shard_files(folder)
     if not files:
-        raise ViewCorrupt(f"{folder}: holds neither {INDEX_FILE} nor {SINGLE_FILE}")
+        raise ViewCorruptError(f"{folder}: holds neither {INDEX_FILE} nor {SINGLE_FILE}")
     for file, names in files.items():
         try:
             loaded = safetensors.torch.load_file(folder / file)
         except (OSError, safetensors.SafetensorError) as error:
-            raise ViewCorrupt(f"{folder / file}: {error}") from error
+            raise ViewCorruptError(f"{folder / file}: {error}") from error
         if set(loaded) != set(names):
-            raise ViewCorrupt(f"{folder / file}: tensors differ from the index: {sorted(set(loaded) ^ set(names))[:5]}")
+            raise ViewCorruptError(
+                f"{folder / file}: tensors differ from the index: {sorted(set(loaded) ^ set(names))[:5]}"
+            )
         tensors.update(loaded)
     return tensors

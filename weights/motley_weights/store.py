@@ -1,10 +1,10 @@
 """The versioned weight store: publish views, pull them, move pointers. Layout under the store's URL:
 
-    <run>/views/<view>/v000010/   safetensors shards, their index, config.json, tokenizer files, manifest.json (written last)
-    <run>/views/<view>/latest     the pointer, moved after everything it points at is durable
+    <run>/views/<view>/v000010/   safetensors shards, their index, config.json, tokenizer files, manifest.json (written
+    last) <run>/views/<view>/latest     the pointer, moved after everything it points at is durable
 
-A version exists once its manifest does. A reader follows checksums from the pointer to the manifest to every file, so that what
-it loads is either exactly what was published or nothing.
+A version exists once its manifest does. A reader follows checksums from the pointer to the manifest to every file, so
+that what it loads is either exactly what was published or nothing.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from motley_api import keys
 from torch import Tensor
 
-from motley_api import keys
 from motley_weights import codecs, pulling, safetensors_io
 from motley_weights.backend import Backend, Chunk, open_backend
 from motley_weights.errors import (
     CodecError,
     StoreError,
-    VersionNotFound,
-    VersionRefused,
-    ViewCorrupt,
+    VersionNotFoundError,
+    VersionRefusedError,
+    ViewCorruptError,
     WeightsError,
 )
 from motley_weights.manifest import (
@@ -79,8 +79,8 @@ class WeightStore:
     """One run's weights. One publisher, any number of readers; safe to use from one thread at a time."""
 
     def __init__(self, url: str, run: str, *, backend: Backend | None = None, shard_bytes: int = SHARD_BYTES) -> None:
-        """url: any fsspec URL or a path; the run's files lie under <url>/<run>/. shard_bytes bounds what `publish` holds in memory
-        per view."""
+        """url: any fsspec URL or a path; the run's files lie under <url>/<run>/. shard_bytes bounds what `publish`
+        holds in memory per view."""
         if not run or "/" in run or run.startswith("."):
             raise ValueError(f"run: must be a plain name, got {run!r}")
         self.run = run
@@ -105,7 +105,9 @@ class WeightStore:
         return sorted(v for v in found if v is not None and MANIFEST_FILE in self._backend.list(self._path(view, v)))
 
     def manifest(self, view: str, version: int) -> Manifest:
-        """The checked manifest. VersionNotFound when the version is not complete; ViewCorrupt when it is not what it should be."""
+        """The checked manifest. VersionNotFoundError when the version is not complete; ViewCorruptError when it is not
+        what it should be.
+        """
         return self._manifest(view, version)[1]
 
     # ------------------------------------------------------------ writing
@@ -120,13 +122,14 @@ class WeightStore:
     ) -> PublishReport:
         """Writes one version in every view, each encoded from the same tensors, then moves each view's pointer.
 
-        tensors: BF16 under Hugging Face names, consumed once; they must keep their values until this returns. model_dir_files:
-        config.json (required) and tokenizer files. A view that fails is named in the report and keeps its old pointer and the
-        others go on; what is wrong for all (a stale version, NaN, another model, an error of the iterator) raises and no pointer
-        moves.
+        tensors: BF16 under Hugging Face names, consumed once; they must keep their values until this returns.
+        model_dir_files: config.json (required) and tokenizer files. A view that fails is named in the report and keeps
+        its old pointer and the others go on; what is wrong for all (a stale version, NaN, another model, an error of
+        the iterator) raises and no pointer moves.
 
-        Raises VersionRefused when a view already points at `version` or beyond (see `rewind`), CodecError for tensors that are not
-        BF16, NonFiniteWeights for NaN or infinity, StoreError for a model that differs from what the run published before.
+        Raises VersionRefusedError when a view already points at `version` or beyond (see `rewind`), CodecError for
+        tensors that are not BF16, NonFiniteWeightsError for NaN or infinity, StoreError for a model that differs from
+        what the run published before.
         """
         self._refuse_stale(version, views)
         config = _parse_config(model_dir_files)
@@ -157,18 +160,20 @@ class WeightStore:
     def rewind(self, view: str, version: int) -> None:
         """Moves a view's pointer back to `version`, on purpose: before a trainer resumes from an older checkpoint.
 
-        VersionRefused unless the version is complete in every view of the run and not newer than the view's pointer.
+        VersionRefusedError unless the version is complete in every view of the run and not newer than the view's
+        pointer.
         """
         for other in {*self.views(), view}:
             self._require_complete(other, version)
         current = self.latest(view)
         if current is not None and version > current:
-            raise VersionRefused(f"{view}: rewind must go back from version {current}, got {version}")
+            raise VersionRefusedError(f"{view}: rewind must go back from version {current}, got {version}")
         content, _ = self._manifest(view, version)
         self._point(view, version, content)
 
     def prune(self, keep: int) -> dict[str, list[int]]:
-        """Removes all but the newest `keep` versions up to each view's pointer, and what they need. Returns what was removed.
+        """Removes all but the newest `keep` versions up to each view's pointer, and what they need. Returns what was
+        removed.
 
         Versions above a pointer stay: a publish may be writing them.
         """
@@ -196,14 +201,15 @@ class WeightStore:
     def pull(self, view: str, version: int, into: Path, *, expect_fingerprint: str | None = None) -> Path:
         """The folder <into>/<view>/v000010, complete and checked, ready for an engine to load.
 
-        What is already there is checked and reused. A new folder is built beside its place and renamed into it, so that it is never
-        seen half-made, and what was there before stays until then. ViewCorrupt names the file when bytes are truncated, changed, or
-        of another run, model, view or version; VersionNotFound when there is no such version.
+        What is already there is checked and reused. A new folder is built beside its place and renamed into it, so that
+        it is never seen half-made, and what was there before stays until then. ViewCorruptError names the file when
+        bytes are truncated, changed, or of another run, model, view or version; VersionNotFoundError when there is no
+        such version.
         """
         content, manifest = self._manifest(view, version)
         for expected in (expect_fingerprint, self._fingerprint):
             if expected is not None and manifest.fingerprint != expected:
-                raise ViewCorrupt(
+                raise ViewCorruptError(
                     f"{self._path(view, version)}: belongs to another model: fingerprint must be {expected}, "
                     f"got {manifest.fingerprint}"
                 )
@@ -244,7 +250,7 @@ class WeightStore:
         try:
             content = self._backend.read(path)
         except FileNotFoundError:
-            raise VersionNotFound(
+            raise VersionNotFoundError(
                 f"{path}: no such version, or it is not complete; there are {self.versions(view)}"
             ) from None
         manifest = decode_manifest(content, where=path)
@@ -254,10 +260,10 @@ class WeightStore:
             ("version", version, manifest.version),
         ):
             if want != got:
-                raise ViewCorrupt(f"{path}: {field} must be {want!r}, got {got!r}")
+                raise ViewCorruptError(f"{path}: {field} must be {want!r}, got {got!r}")
         pointer = self._pointer(view)
         if pointer is not None and pointer.version == version and pointer.manifest_sha256 != digest(content):
-            raise ViewCorrupt(f"{path}: differs from the manifest that {keys.LATEST_POINTER} names")
+            raise ViewCorruptError(f"{path}: differs from the manifest that {keys.LATEST_POINTER} names")
         pulling.check_names(manifest, where=path)
         return content, manifest
 
@@ -278,7 +284,7 @@ class WeightStore:
             codecs.codec(view)
             latest = self.latest(view)
             if latest is not None and version <= latest:
-                raise VersionRefused(
+                raise VersionRefusedError(
                     f"{view}: version must be above {latest}, which is published, got {version}; "
                     "a resumed trainer rewinds the pointer first"
                 )
@@ -296,12 +302,14 @@ class WeightStore:
                 )
 
     def _require_complete(self, view: str, version: int) -> None:
-        """VersionRefused unless a version, and all it is stored relative to, has all its files in their right sizes."""
+        """VersionRefusedError unless a version, and all it is stored relative to, has all its files in their right
+        sizes.
+        """
         try:
             for needed in {version, *self._bases(view, version)}:
                 self._verify_durable(view, needed, self.manifest(view, needed).stored)
         except (StoreError, FileNotFoundError) as error:
-            raise VersionRefused(f"{view}: version {version} is not complete: {error}") from error
+            raise VersionRefusedError(f"{view}: version {version} is not complete: {error}") from error
 
     def _finish(
         self,
@@ -331,7 +339,7 @@ class WeightStore:
         path = f"{self._path(view, version)}/{MANIFEST_FILE}"
         self._backend.replace(path, content)
         if self._backend.read(path) != content:
-            raise ViewCorrupt(f"{path}: reads back other bytes than were written")
+            raise ViewCorruptError(f"{path}: reads back other bytes than were written")
         self._point(view, version, content)
         full = sum(entry.size for entry in manifest.files.values())
         return ViewReport(view, version, "anchor", manifest.stored_bytes, full)
@@ -340,7 +348,7 @@ class WeightStore:
         for name, entry in files.items():
             size = self._backend.size(f"{self._path(view, version)}/{name}")
             if size != entry.size:
-                raise ViewCorrupt(f"{self._path(view, version)}/{name}: must have {entry.size} bytes, has {size}")
+                raise ViewCorruptError(f"{self._path(view, version)}/{name}: must have {entry.size} bytes, has {size}")
 
     def _point(self, view: str, version: int, manifest: bytes) -> None:
         pointer = Pointer(version=version, manifest_sha256=digest(manifest))
@@ -354,7 +362,7 @@ class WeightStore:
                     self._backend.read_chunks(f"{source}/{name}"), folder / name, entry, where=f"{source}/{name}"
                 )
             except FileNotFoundError:
-                raise ViewCorrupt(f"{source}/{name}: named in the manifest but missing") from None
+                raise ViewCorruptError(f"{source}/{name}: named in the manifest but missing") from None
 
 
 class _ViewWriter:
@@ -431,11 +439,11 @@ class _Hashing:
 
 
 def _guard[R](failed: dict[str, str], view: str, step: Callable[..., R], *args: object) -> R | None:
-    """step(*args); an error is noted against the view, so that the other views go on. Backends raise whatever their client
-    libraries do, hence the broad except; it ends nowhere else."""
+    """step(*args); an error is noted against the view, so that the other views go on. Backends raise whatever their
+    client libraries do, hence the broad except; it ends nowhere else."""
     try:
         return step(*args)
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         failed[view] = str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}"
         return None
 

@@ -1,7 +1,7 @@
 """View codecs: one BF16 tensor in, the tensors that an engine loads out, and back. Pure.
 
-A view is a name. `encode` and `decode` work on single tensors or whole mappings; `encode_group` is what a publisher calls,
-because some modules must share a scale (see `modules.fusion_group`).
+A view is a name. `encode` and `decode` work on single tensors or whole mappings; `encode_group` is what a publisher
+calls, because some modules must share a scale (see `modules.fusion_group`).
 """
 
 from motley_weights.codecs.modules import (

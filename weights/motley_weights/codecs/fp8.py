@@ -1,7 +1,7 @@
 """Block-wise FP8 as DeepSeek-V3 and Qwen3-FP8 checkpoints store it.
 
-A weight [n, k] becomes E4M3 codes [n, k] and one float32 scale per 128 x 128 block, [ceil(n/128), ceil(k/128)]; blocks at the
-right and lower edge may be partial. value = code x scale ("scale_inv": what the matmul multiplies by).
+A weight [n, k] becomes E4M3 codes [n, k] and one float32 scale per 128 x 128 block, [ceil(n/128), ceil(k/128)]; blocks
+at the right and lower edge may be partial. value = code x scale ("scale_inv": what the matmul multiplies by).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Which modules a quantised view quantises, which share a scale, and the configuration files that say so to an engine. Pure.
+"""Which modules a quantised view quantises, which share a scale, and the configuration files that say so to an engine.
+Pure.
 
-The one table is `_QUANTISED`. SGLang's loaders (Fp8Config, ModelOptFp4Config, Qwen3MoeForCausalLM) build quantised parameters
-for the linear layers of attention and MLP and for experts; the router ("mlp.gate") is made without a quantisation config, the
-embedding and the norms are no linear layers, and the head is excluded by name.
+The one table is `_QUANTISED`. SGLang's loaders (Fp8Config, ModelOptFp4Config, Qwen3MoeForCausalLM) build quantised
+parameters for the linear layers of attention and MLP and for experts; the router ("mlp.gate") is made without a
+quantisation config, the embedding and the norms are no linear layers, and the head is excluded by name.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from motley_api.keys import VIEW_BF16, VIEW_FP8, VIEW_NVFP4
 from torch import Tensor
 
-from motley_api.keys import VIEW_BF16, VIEW_FP8, VIEW_NVFP4
 from motley_weights.codecs import fp8, nvfp4
 
 _QUANTISED = re.compile(

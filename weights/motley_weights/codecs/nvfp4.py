@@ -1,11 +1,11 @@
 """NVFP4 in ModelOpt's checkpoint layout.
 
-A weight [n, k] becomes E2M1 codes, two in a byte, [n, k/2] (the element of even index in the low four bits); one E4M3 scale per
-16 elements of a row, [n, k/16]; one float32 scale per tensor. value = code x block scale x tensor scale.
+A weight [n, k] becomes E2M1 codes, two in a byte, [n, k/2] (the element of even index in the low four bits); one E4M3
+scale per 16 elements of a row, [n, k/16]; one float32 scale per tensor. value = code x block scale x tensor scale.
 
 Source of the arithmetic: ModelOpt's NVFP4QTensor (weights_scaling_factor_2 = amax / (6 x 448), block scales clamped to
-[2^-9, 448], ties to the even mantissa). Engines fold q, k, v (and gate, up) into one matrix and keep one tensor scale of them,
-the largest, so those tensors are quantised with the amax of all of them.
+[2^-9, 448], ties to the even mantissa). Engines fold q, k, v (and gate, up) into one matrix and keep one tensor scale
+of them, the largest, so those tensors are quantised with the amax of all of them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ E4M3_MAX = 448.0
 E4M3_MIN = 2.0**-9  # smallest E4M3 above zero
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BAND_ELEMENTS = 1 << 20
-# Midpoints between neighbours of E2M1_VALUES. A magnitude above one takes the upper neighbour. At 0.75, 1.75 and 3.5 the even
-# mantissa is the upper one, so there the bound is the float just below the midpoint.
+# Midpoints between neighbours of E2M1_VALUES. A magnitude above one takes the upper neighbour. At 0.75, 1.75 and 3.5
+# the even mantissa is the upper one, so there the bound is the float just below the midpoint.
 _MIDPOINTS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=torch.float32)
 _TIES_UP = torch.tensor([False, True, False, True, False, True, False])
 _BOUNDS = torch.where(_TIES_UP, torch.nextafter(_MIDPOINTS, torch.zeros(())), _MIDPOINTS)
@@ -28,7 +28,9 @@ _VALUE_OF_CODE = torch.tensor(E2M1_VALUES + tuple(-value for value in E2M1_VALUE
 
 
 def tensor_scale(amax: float) -> Tensor:
-    """The float32 scalar that maps `amax`, the largest magnitude, to code 6 under block scale 448. 1 for a tensor of zeros."""
+    """The float32 scalar that maps `amax`, the largest magnitude, to code 6 under block scale 448. 1 for a tensor of
+    zeros.
+    """
     if amax == 0.0:
         return torch.ones((), dtype=torch.float32)
     scale = torch.tensor(amax, dtype=torch.float32) / (E2M1_MAX * E4M3_MAX)
@@ -42,7 +44,7 @@ def quantise(weight: Tensor, scale_2: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.empty(n, k // BLOCK, dtype=torch.float8_e4m3fn)
     band = max(1, _BAND_ELEMENTS // max(1, k))
     for start in range(0, n, band):
-        tiles = weight[start : start + band].to(torch.float32).unflatten(1, (-1, BLOCK))
+        tiles = weight[start : start + band].to(torch.float32).reshape(-1, k // BLOCK, BLOCK)
         block_scale = tiles.abs().amax(dim=2) / (E2M1_MAX * scale_2)
         block_scale = torch.where(block_scale == 0, 1.0, block_scale).clamp_(E4M3_MIN, E4M3_MAX).to(torch.float8_e4m3fn)
         scaled = tiles / (block_scale.to(torch.float32) * scale_2).unsqueeze(2)
@@ -55,7 +57,7 @@ def dequantise(packed: Tensor, scales: Tensor, scale_2: Tensor) -> Tensor:
     """The float32 values [n, k] of packed codes [n, k/2], block scales [n, k/16] and the tensor scale."""
     block_scale = scales.to(torch.float32) * scale_2.to(torch.float32)
     values = _VALUE_OF_CODE[unpack(packed).to(torch.int32)]
-    return (values.unflatten(1, (-1, BLOCK)) * block_scale.unsqueeze(2)).flatten(1)
+    return (values.view(*scales.shape, BLOCK) * block_scale.unsqueeze(2)).flatten(1)
 
 
 def to_e2m1(values: Tensor) -> Tensor:

@@ -7,18 +7,20 @@ import math
 from collections.abc import Callable, Mapping
 
 import torch
+from motley_api.keys import VIEW_BF16, VIEW_FP8, VIEW_NVFP4
 from torch import Tensor
 
-from motley_api.keys import VIEW_BF16, VIEW_FP8, VIEW_NVFP4
 from motley_weights.codecs import fp8, nvfp4
 from motley_weights.codecs.modules import fusion_group, is_quantised
-from motley_weights.errors import CodecError, NonFiniteWeights
+from motley_weights.errors import CodecError, NonFiniteWeightsError
 
-# Changes when the same tensor would encode to other bytes: versions made by different encoders are no base of each other's deltas.
+# Changes when the same tensor would encode to other bytes: versions made by different encoders are no base of each
+# other's deltas.
 ENCODER_VERSION = "1"
 
-# Activation scale of a module nobody calibrated: ModelOpt writes amax / (6 x 448), so 1 stands for a largest activation of 2688,
-# and block scales, which are computed at run time, do the rest. It is also what engines assume where a checkpoint has none.
+# Activation scale of a module nobody calibrated: ModelOpt writes amax / (6 x 448), so 1 stands for a largest activation
+# of 2688, and block scales, which are computed at run time, do the rest. It is also what engines assume where a
+# checkpoint has none.
 UNCALIBRATED_INPUT_SCALE = 1.0
 
 _WEIGHT = ".weight"
@@ -28,7 +30,9 @@ _NVFP4_SUFFIXES = (".weight_scale", ".weight_scale_2", ".input_scale")
 
 @dataclasses.dataclass(frozen=True)
 class ViewCodec:
-    """One view's two directions. `quantise(name, tensor, amax)`: amax is the largest magnitude over the fusion group."""
+    """One view's two directions. `quantise(name, tensor, amax)`: amax is the largest magnitude over the fusion
+    group.
+    """
 
     view: str
     quantise: Callable[[str, Tensor, float], dict[str, Tensor]]
@@ -40,9 +44,9 @@ class ViewCodec:
 def encode(view: str, name: str, tensor_bf16: Tensor) -> dict[str, Tensor]:
     """The tensors that view `view` stores for the BF16 tensor `name`, under their names in the checkpoint.
 
-    Members of a fusion group (q, k, v; gate, up) that are encoded one by one keep a scale of their own; a publisher uses
-    `encode_group`. Raises CodecError for an unknown view, another dtype or a shape that the view cannot hold, and
-    NonFiniteWeights for NaN or infinity.
+    Members of a fusion group (q, k, v; gate, up) that are encoded one by one keep a scale of their own; a publisher
+    uses `encode_group`. Raises CodecError for an unknown view, another dtype or a shape that the view cannot hold, and
+    NonFiniteWeightsError for NaN or infinity.
     """
     return encode_group(view, {name: tensor_bf16})
 
@@ -101,12 +105,14 @@ def codec(view: str) -> ViewCodec:
 
 
 def absolute_max(name: str, tensor: Tensor) -> float:
-    """The largest magnitude of a tensor, in one pass; NonFiniteWeights for NaN or infinity, which would poison a whole block."""
+    """The largest magnitude of a tensor, in one pass; NonFiniteWeightsError for NaN or infinity, which would poison a
+    whole block.
+    """
     if tensor.numel() == 0:
         return 0.0
     low, high = (bound.item() for bound in torch.aminmax(tensor))
     if not (math.isfinite(low) and math.isfinite(high)):
-        raise NonFiniteWeights(f"{name}: must be finite, holds NaN or infinity (min {low}, max {high})")
+        raise NonFiniteWeightsError(f"{name}: must be finite, holds NaN or infinity (min {low}, max {high})")
     return max(-low, high, 0.0)
 
 
