@@ -51,3 +51,6 @@ class VersionNotFoundError(StoreError):
 
 class ViewCorruptError(StoreError):
     """Bytes that do not match their checksums, or that belong to another model, view or version."""
+
+
+UnsupportedModel = UnsupportedModelError
