@@ -1,0 +1,4 @@
+"""Inference engines behind one protocol (`protocol.Engine`): `reference` in torch on a CPU, `sglang` on GPUs.
+
+Nothing here imports torch or sglang; the engine's own subpackage does.
+"""
