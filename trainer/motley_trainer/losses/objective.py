@@ -124,10 +124,7 @@ def _stats(
 ) -> TokenStats:
     log_ratio_N = logp_C[support.chosen_N] - support.logq_C[support.chosen_N]
     log_rho_N, head_p_N, head_q_N = tail_log_ratio(logp_C, support)
-    if objective.replay:
-        kl_N = support_kl(logp_C, support)
-    else:
-        kl_N = head_kl(logp_C, support) if recorded else k3(log_ratio_N).to(logp_C.dtype)
+    kl_N = _divergence(logp_C, support, log_ratio_N, recorded=recorded, complete=objective.replay)
     correction_N = torch.zeros_like(log_ratio_N)
     if objective.centre:
         moved_C = centre_coefficients(logp_C, support, objective.weight, complete=objective.replay)
@@ -146,6 +143,13 @@ def _stats(
         "correction_N": correction_N,
     }
     return TokenStats(kept_N=kept_N, **{name: _spread(value.detach(), kept_N) for name, value in columns.items()})
+
+
+def _divergence(logp_C: Tensor, support: Support, log_ratio_N: Tensor, *, recorded: bool, complete: bool) -> Tensor:
+    """KL(q || p), as exactly as what was recorded allows, [N]."""
+    if complete:
+        return support_kl(logp_C, support)
+    return head_kl(logp_C, support) if recorded else k3(log_ratio_N).to(logp_C.dtype)
 
 
 def _spread(values: Tensor, kept_N: Tensor) -> Tensor:
