@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from aiohttp import web
 from motley_api import keys
 
+from motley_sampler.router import proxy
 from motley_sampler.router.server import Router, Settings, build_app
 from motley_sampler.router.wire import log
 
@@ -41,6 +42,13 @@ def settings_from(environment: Mapping[str, str]) -> Settings:
     )
 
 
+def build(router: Router) -> web.Application:
+    """The control API and the proxy beside it."""
+    app = build_app(router)
+    proxy.add_routes(app, proxy.Proxy(router))
+    return app
+
+
 def main() -> None:
     try:
         settings = settings_from(os.environ)
@@ -54,7 +62,7 @@ def main() -> None:
     router.read_fleet()
     log("start", address=address, port=keys.ROUTER_PORT, fleet=settings.fleet_path or "none")
     web.run_app(
-        build_app(router),
+        build(router),
         host=address,
         port=keys.ROUTER_PORT,
         shutdown_timeout=GRACE_S,

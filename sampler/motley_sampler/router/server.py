@@ -46,7 +46,7 @@ class Settings:
     sweep_s: float = 1.0
     max_body_bytes: int = wire.MAX_BODY_BYTES
     # The proxy.
-    proxy_ttl_s: float = 300.0
+    proxy_ttl_s: float = 3600.0
     """A session known only by its routing key ends after this long without a request."""
     keep_alive_s: float = 15.0
     """A proxied reply that is silent for this long gets a byte, so that no middlebox drops it."""
@@ -68,6 +68,9 @@ class Router:
         self.clock = clock
         self.table = Table(settings.limits, now_s=clock())
         self.metrics = Metrics(self.table, clock)
+        self.lost: dict[str, float] = {}
+        """Sessions that lost their engine, and when. A lease's holder is told by its renewal; an agent that only knows a
+        URL by its next request, which must not start a session of the same name in another group."""
         self._fleet_seen: tuple[int, int, int] | None = None
         self._client: aiohttp.ClientSession | None = None
 
@@ -102,6 +105,7 @@ class Router:
 
     async def post_session(self, request: web.Request) -> web.Response:
         body = decode(await read_body(request, self.settings.max_body_bytes), LeaseRequest)
+        self.lost.pop(body.session, None)
         return json_response(
             self.place(body.session, min_version=body.min_version, ttl_s=self.settings.lease_ttl_s), status=201
         )
@@ -117,7 +121,8 @@ class Router:
         except LeaseConflictError as error:
             raise RequestError(409, "LeaseConflict", str(error)) from error
         if renewed is None:
-            self.metrics.lost.labels(lease.group).inc()
+            if known is not None:
+                self._tell_moves([Move(known, None)])
             raise RequestError(404, "SessionLost", f"group {lease.group!r} has no engine for session {lease.session!r}")
         self.metrics.renewals.inc()
         if known is None:
@@ -127,6 +132,7 @@ class Router:
         return json_response(renewed)
 
     async def delete_session(self, request: web.Request) -> web.Response:
+        self.lost.pop(request.match_info["session"], None)
         self.table.end(request.match_info["session"])
         return web.Response(status=204)
 
@@ -202,11 +208,16 @@ class Router:
             self.metrics.expired.inc(len(swept.expired))
             log("leases-expired", sessions=len(swept.expired))
         self._tell_moves(swept.moves)
+        forgotten_s = self.clock() - self.settings.proxy_ttl_s
+        while self.lost and next(iter(self.lost.values())) < forgotten_s:  # in the order of their loss
+            del self.lost[next(iter(self.lost))]
 
     def _tell_moves(self, moves: Iterable[Move]) -> None:
         for move in moves:
             pin = move.pin
             if move.to_engine is None:
+                self.lost.pop(pin.session, None)
+                self.lost[pin.session] = self.clock()
                 self.metrics.lost.labels(pin.group).inc()
                 log("session-lost", session=pin.session, group=pin.group, engine=pin.engine)
             else:

@@ -74,6 +74,9 @@ class Table:
     def pin(self, session: str) -> Pin | None:
         return self._pins.get(session)
 
+    def lease(self, session: str) -> Lease | None:
+        return self._lease(session) if session in self._pins else None
+
     def group_sessions(self, now_s: float) -> list[GroupSessions]:
         """Every group that the fleet, an engine or a session names, by name."""
         shares = {group.name: group for group in self.fleet.groups} if self.fleet else {}

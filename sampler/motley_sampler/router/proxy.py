@@ -1,0 +1,302 @@
+"""The proxy, for agents that know only a URL: POST /generate as SGLang speaks it, POST /v1/chat/completions as OpenAI
+does.
+
+A request belongs to a session by its X-SMG-Routing-Key header, else by `session_id` (a string), `routing_key` or
+`user` in its body; the key is the session's id, so that a lease and a key name the same session. Without any the
+request is a session of its own. Bodies for /generate pass through byte for byte, replies too.
+
+While an engine thinks, the agent gets a byte every `keep_alive_s`: whitespace before a JSON body, a comment in an
+event stream. The first such byte commits the status to 200, so a later failure is told in the body, as {"error": …}.
+Nothing but keep-alive bytes sent means that the request may go again to another engine of the group; that is what
+happens when an engine dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from motley_api import keys
+from motley_api.records import Lease
+
+from motley_sampler.router.server import Router
+from motley_sampler.router.wire import RequestError, decode, log, read_body
+
+MAX_ATTEMPTS = 4
+PASSED_REQUEST_HEADERS = ("Content-Type", keys.MIN_VERSION_HEADER, keys.ROUTING_KEY_HEADER)
+PASSED_REPLY_HEADERS = ("Content-Type", "Retry-After", "Content-Encoding")
+EVENT_STREAM = "text/event-stream"
+
+
+class Peek(msgspec.Struct, frozen=True):
+    """What the proxy reads of a body; all else passes unread."""
+
+    stream: bool = False
+    session_id: Any = None
+    routing_key: Any = None
+    user: Any = None
+
+
+class Translator(Protocol):
+    """Turns an engine's reply into the agent's. One for each attempt."""
+
+    def whole(self, body: bytes) -> bytes: ...
+    def piece(self, chunk: bytes) -> bytes: ...
+    def end(self) -> bytes: ...
+
+
+class Verbatim:
+    """/generate: as it came."""
+
+    def whole(self, body: bytes) -> bytes:
+        return body
+
+    def piece(self, chunk: bytes) -> bytes:
+        return chunk
+
+    def end(self) -> bytes:
+        return b""
+
+
+class EngineLeftError(Exception):
+    """The engine that serves a request has left, as far as the router knows, while the request waits."""
+
+
+class AgentGoneError(Exception):
+    """The agent closed its connection: nobody waits for the reply."""
+
+
+class Reply:
+    """The answer to an agent. It begins as late as it can, so that quick failures keep their own status."""
+
+    def __init__(self, request: web.Request, *, stream: bool) -> None:
+        self._request, self._stream = request, stream
+        self._response: web.StreamResponse | None = None
+        self._tail = b"\n\n"
+        self.content_sent = False  # more than keep-alive bytes: no retry any more
+
+    @property
+    def begun(self) -> bool:
+        return self._response is not None
+
+    def agent_gone(self) -> bool:
+        transport = self._request.transport
+        return transport is None or transport.is_closing()
+
+    async def keep_alive(self) -> bool:
+        """Writes a byte that means nothing where the format allows one. False: not in the middle of an event."""
+        if self._stream and not self._tail.endswith((b"\n\n", b"\r\n\r\n")):
+            return False
+        await self._begin(200, {"Content-Type": EVENT_STREAM if self._stream else "application/json"})
+        assert self._response is not None
+        await self._response.write(b": keep-alive\n\n" if self._stream else b" ")
+        return True
+
+    async def write(self, chunk: bytes, *, status: int, headers: dict[str, str]) -> None:
+        await self._begin(status, headers)
+        assert self._response is not None
+        self.content_sent = True
+        self._tail = (self._tail + chunk)[-4:]
+        await self._response.write(chunk)
+
+    async def finish(self, body: bytes, *, status: int, headers: dict[str, str]) -> web.StreamResponse:
+        """The rest of the reply, or all of it."""
+        if self._response is None:
+            self.content_sent = True
+            self._response = web.Response(body=body, status=status, headers=headers)
+            return self._response
+        if body:
+            await self.write(body, status=status, headers=headers)
+        await self._response.write_eof()
+        return self._response
+
+    async def fail(self, error: RequestError) -> web.StreamResponse:
+        """Tells a failure: by status if nothing was sent, in the body if it can, else by breaking off."""
+        if self._response is None:
+            return error.response()
+        body = msgspec.json.encode(error.body())
+        if self._stream:
+            lead = b"" if self._tail.endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n"
+            body = lead + b"data: " + body + b"\n\n"
+        elif self.content_sent:  # half a JSON body cannot be mended
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            return self._response
+        await self._response.write(body)
+        await self._response.write_eof()
+        return self._response
+
+    async def _begin(self, status: int, headers: dict[str, str]) -> None:
+        if self._response is None:
+            # No proxy in between may hold events back.
+            self._response = web.StreamResponse(status=status, headers={**headers, "X-Accel-Buffering": "no"})
+            await self._response.prepare(self._request)
+
+
+class Proxy:
+    """Relays requests to the engines of their sessions."""
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self._once = itertools.count(1)
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await read_body(request, self.router.settings.max_body_bytes)
+        peek = decode(body, Peek)
+        return await self.relay(
+            request, body, key=session_key(request, peek), stream=peek.stream, translator=Verbatim, label="/generate"
+        )
+
+    async def relay(
+        self,
+        request: web.Request,
+        body: bytes,
+        *,
+        key: str | None,
+        stream: bool,
+        translator: Callable[[], Translator],
+        label: str,
+    ) -> web.StreamResponse:
+        """Sends `body` to /generate of the session's engine and the translated reply to the agent."""
+        table, settings = self.router.table, self.router.settings
+        session = key if key is not None else f"once/{next(self._once)}"
+        if session in self.router.lost:
+            raise RequestError(410, "SessionLost", f"session {session!r} lost its engine; its group has no other")
+        lease = self.router.place(session, min_version=_min_version(request), ttl_s=settings.proxy_ttl_s)
+        reply = Reply(request, stream=stream)
+        outcome = "failed"
+        try:
+            response = await self._attempts(request, body, lease, reply, translator)
+            outcome = "ok" if response.status < 400 else str(response.status)
+            return response
+        except RequestError as error:
+            outcome = error.reason
+            return await reply.fail(error)
+        except (AgentGoneError, ConnectionError):
+            outcome = "AgentGone"
+            return web.Response(status=499)
+        finally:
+            self.router.metrics.proxied.labels(label, outcome).inc()
+            if key is None:
+                table.end(session)
+
+    async def _attempts(
+        self,
+        request: web.Request,
+        body: bytes,
+        lease: Lease,
+        reply: Reply,
+        translator: Callable[[], Translator],
+    ) -> web.StreamResponse:
+        headers = {name: request.headers[name] for name in PASSED_REQUEST_HEADERS if name in request.headers}
+        headers |= {"Authorization": f"Bearer {self.router.settings.token}", "Accept-Encoding": "identity"}
+        dropped_by = ""
+        for _ in range(MAX_ATTEMPTS):
+            try:
+                return await self._attempt(lease, body, headers, reply, translator())
+            except EngineLeftError:
+                failure = "left"
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                failure = f"cannot be reached: {error}"
+                self.router.table.suspect(lease.engine)
+            except (aiohttp.ClientError, asyncio.IncompleteReadError) as error:
+                failure = f"broke off: {error!r}"
+                # A pooled connection may have gone stale: the same engine gets one more try before it is suspected.
+                if dropped_by == lease.engine:
+                    self.router.table.suspect(lease.engine)
+                dropped_by = lease.engine
+            log("relay-failed", session=lease.session, engine=lease.engine, failure=failure)
+            if reply.content_sent:
+                raise RequestError(502, "EngineFailed", f"engine {lease.engine} {failure} in mid-reply")
+            lease = self._next_engine(lease, failure, stay=failure.startswith("broke"))
+            self.router.metrics.proxy_retries.inc()
+        raise RequestError(503, "EngineFailed", f"engine {lease.engine} {failure}", retry_after_s=2)
+
+    def _next_engine(self, lease: Lease, failure: str, *, stay: bool) -> Lease:
+        """Where the session's request goes now: where it was moved already, or another engine of its group."""
+        router = self.router
+        pin = router.table.pin(lease.session)
+        if pin is None:
+            raise RequestError(410, "SessionLost", f"session {lease.session!r} lost its engine; its group has no other")
+        suspected = lease.engine in router.table.engines and router.table.engines[lease.engine].suspect
+        if pin.engine == lease.engine and (suspected or not stay):
+            moved = router.table.avoid(lease.session, now_s=router.clock())
+            if moved is None:
+                raise RequestError(503, "EngineFailed", f"engine {lease.engine} {failure}", retry_after_s=2)
+            router.metrics.repins.labels(lease.group).inc()
+            log("session-moved", session=lease.session, group=lease.group, engine=lease.engine, to=moved.engine)
+        now = router.table.lease(lease.session)
+        assert now is not None
+        return now
+
+    async def _attempt(
+        self, lease: Lease, body: bytes, headers: dict[str, str], reply: Reply, translator: Translator
+    ) -> web.StreamResponse:
+        send = self.router.client.post(f"{lease.url}/generate", data=body, headers=headers)
+        async with await self._watched(send, lease, reply) as upstream:
+            passed = {name: upstream.headers[name] for name in PASSED_REPLY_HEADERS if name in upstream.headers}
+            streamed = upstream.status == 200 and upstream.content_type == EVENT_STREAM
+            if not streamed:
+                raw = await self._watched(upstream.read(), lease, reply)
+                if upstream.status != 200:
+                    if reply.begun:
+                        message = raw[:2000].decode("utf-8", "replace")
+                        raise RequestError(upstream.status, "EngineRefused", f"engine {lease.engine}: {message}")
+                    return await reply.finish(raw, status=upstream.status, headers=passed)
+                return await reply.finish(translator.whole(raw), status=200, headers=passed)
+            while chunk := await self._watched(upstream.content.readany(), lease, reply):
+                if piece := translator.piece(chunk):
+                    await reply.write(piece, status=200, headers=passed)
+            return await reply.finish(translator.end(), status=200, headers=passed)
+
+    async def _watched[T](self, work: Awaitable[T], lease: Lease, reply: Reply) -> T:
+        """Waits for an engine, keeping session and connection alive; gives up when the engine left."""
+        settings, table = self.router.settings, self.router.table
+        task = asyncio.ensure_future(work)
+        loop = asyncio.get_running_loop()
+        spoke_s = loop.time()
+        try:
+            while True:
+                done, _ = await asyncio.wait({task}, timeout=min(settings.watch_s, settings.keep_alive_s))
+                table.touch(lease.session, now_s=self.router.clock())
+                if done:
+                    return task.result()
+                if reply.agent_gone():
+                    raise AgentGoneError
+                pin = table.pin(lease.session)
+                if pin is None or pin.engine != lease.engine:
+                    raise EngineLeftError
+                if loop.time() - spoke_s >= settings.keep_alive_s and await reply.keep_alive():
+                    self.router.metrics.keep_alives.inc()
+                    spoke_s = loop.time()
+        finally:
+            if not task.done():
+                task.cancel()
+
+
+def session_key(request: web.Request, peek: Peek) -> str | None:
+    """The agent's own name for its session; None when it gave none."""
+    header = request.headers.get(keys.ROUTING_KEY_HEADER)
+    for candidate in (header, peek.session_id, peek.routing_key, peek.user):
+        if isinstance(candidate, str) and candidate:
+            return candidate
+    return None
+
+
+def _min_version(request: web.Request) -> int:
+    given = request.headers.get(keys.MIN_VERSION_HEADER, "0")
+    try:
+        return int(given)
+    except ValueError:
+        raise RequestError(
+            400, "InvalidHeader", f"{keys.MIN_VERSION_HEADER} must be an integer, got {given!r}"
+        ) from None
+
+
+def add_routes(app: web.Application, proxy: Proxy) -> None:
+    app.router.add_post("/generate", proxy.generate)
