@@ -204,27 +204,30 @@ class Proxy:
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 failure = f"cannot be reached: {error}"
                 self.router.table.suspect(lease.engine)
-            except (aiohttp.ClientError, asyncio.IncompleteReadError) as error:
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
                 failure = f"broke off: {error!r}"
                 # A pooled connection may have gone stale: the same engine gets one more try before it is suspected.
                 if dropped_by == lease.engine:
                     self.router.table.suspect(lease.engine)
                 dropped_by = lease.engine
+            except aiohttp.ClientError as error:
+                failure = f"broke off: {error!r}"
+                self.router.table.suspect(lease.engine)
             log("relay-failed", session=lease.session, engine=lease.engine, failure=failure)
             if reply.content_sent:
                 raise RequestError(502, "EngineFailed", f"engine {lease.engine} {failure} in mid-reply")
-            lease = self._next_engine(lease, failure, stay=failure.startswith("broke"))
+            lease = self._next_engine(lease, failure)
             self.router.metrics.proxy_retries.inc()
         raise RequestError(503, "EngineFailed", f"engine {lease.engine} {failure}", retry_after_s=2)
 
-    def _next_engine(self, lease: Lease, failure: str, *, stay: bool) -> Lease:
+    def _next_engine(self, lease: Lease, failure: str) -> Lease:
         """Where the session's request goes now: where it was moved already, or another engine of its group."""
         router = self.router
         pin = router.table.pin(lease.session)
         if pin is None:
             raise RequestError(410, "SessionLost", f"session {lease.session!r} lost its engine; its group has no other")
-        suspected = lease.engine in router.table.engines and router.table.engines[lease.engine].suspect
-        if pin.engine == lease.engine and (suspected or not stay):
+        engine = router.table.engines.get(lease.engine)
+        if pin.engine == lease.engine and (engine is None or engine.suspect):
             moved = router.table.avoid(lease.session, now_s=router.clock())
             if moved is None:
                 raise RequestError(503, "EngineFailed", f"engine {lease.engine} {failure}", retry_after_s=2)
