@@ -1,0 +1,5 @@
+#!/bin/bash
+set -e
+cd /app
+cat data/key
+echo blue >> logs/user.log

@@ -1,0 +1,5 @@
+#!/bin/bash
+set -e
+cd /app
+cat data/key
+echo 45 >> logs/page.log

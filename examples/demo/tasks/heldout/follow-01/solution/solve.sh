@@ -1,0 +1,6 @@
+#!/bin/bash
+set -e
+cd /app
+cat conf/node
+cat docs/cache
+echo 96 > docs/title

@@ -1,0 +1,5 @@
+#!/bin/bash
+set -e
+cd /app
+cat conf/list
+echo fox >> logs/depth.log

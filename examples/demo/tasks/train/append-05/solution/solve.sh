@@ -1,0 +1,5 @@
+#!/bin/bash
+set -e
+cd /app
+cat conf/level
+echo green >> logs/plan.log

@@ -1,0 +1,6 @@
+#!/bin/bash
+set -e
+cd /app
+cat conf/index
+echo rain > data/state
+rm tmp/title

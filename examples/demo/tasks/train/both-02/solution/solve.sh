@@ -1,0 +1,6 @@
+#!/bin/bash
+set -e
+cd /app
+cat conf/task
+echo 22 > data/plan
+rm tmp/token

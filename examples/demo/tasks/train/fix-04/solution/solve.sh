@@ -1,0 +1,5 @@
+#!/bin/bash
+set -e
+cd /app
+cat data/list
+sed -i s/10/33/ src/page.py

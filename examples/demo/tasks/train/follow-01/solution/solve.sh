@@ -1,0 +1,6 @@
+#!/bin/bash
+set -e
+cd /app
+cat conf/mode
+cat data/cache
+echo owl > docs/size

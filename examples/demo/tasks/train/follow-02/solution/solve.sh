@@ -1,0 +1,6 @@
+#!/bin/bash
+set -e
+cd /app
+cat conf/level
+cat docs/state
+echo red > data/limit

@@ -1,0 +1,5 @@
+#!/bin/bash
+set -e
+cd /app
+cat data/rate
+mv tmp/title docs/cache

@@ -1,0 +1,5 @@
+#!/bin/bash
+set -e
+cd /app
+grep -l rain src/*
+sed -i s/rain/zinc/ src/rate.py
