@@ -491,6 +491,9 @@ class GroupStatus(Model):
     ess_percent: DecimalString | None = None
     version: Annotated[int, Field(ge=-1)] = -1
     lag: DecimalString | None = None
+    turns_per_engine_hour: (
+        Annotated[Total, Field(description="turnsPerEngineHour: declared, or as last measured; prices a turn.")] | None
+    ) = None
     usd_per_million_tokens: DecimalString | None = None
 
 
@@ -576,6 +579,7 @@ class Totals(Cost):
     generated_tokens: Total = 0
     repeated_steps: Total = 0
     gpu_seconds: Total = 0
+    gpu_time: Annotated[list[GpuTime], Field(max_length=128, description="gpuTime: what billedUSD is made of.")] = []
     accounted_until: (
         Annotated[
             str,

@@ -1,0 +1,1 @@
+"""The operator: observe -> plan -> apply. `planner`, `manifests` and `status` are pure; `observe` and `apply` do the I/O."""

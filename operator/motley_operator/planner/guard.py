@@ -1,0 +1,305 @@
+"""Growth of the mismatch between samplers and trainer, and what to do about it.
+
+What predicts a collapse is that the mismatch grows, not that it is large: a mixed fleet's KL is a few times a homogeneous one's
+with the same result. So every signal is compared with its own early level, the mean over the first `earlySteps` steps.
+
+Steps in a row above a threshold (`patienceSteps` = p) lead to
+    a group:  p: throttled (half its share)   2p: quarantined (no sessions, its samples are refused)
+    the run:  p: warning                      2p: paused, unless single groups are to blame; then 4p, so that they go first
+capped by `guard.action`. Quarantine and pause hold until a person edits the spec; a throttle ends when its group has been below
+every threshold for 2p steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from statistics import fmean
+
+from motley_api import records
+from motley_api.resources.rlrun import Guard, GuardAction, GuardStatus
+
+ORDER = (GuardAction.WARN, GuardAction.THROTTLE, GuardAction.QUARANTINE, GuardAction.PAUSE)
+
+
+@dataclass(frozen=True)
+class Level:
+    """What is watched, at one step; None where nothing was measured."""
+
+    step: int
+    kl: float | None = None  # nats per token
+    tail_ratio: float | None = None
+    out_of_range: float | None = None  # share of tokens, 0..1
+    entropy: float | None = None
+    format_errors: float | None = None  # share of episodes that ended by them, 0..1
+
+
+@dataclass(frozen=True)
+class Series:
+    """Steps in ascending order, for the run and for each group."""
+
+    run: tuple[Level, ...]
+    groups: Mapping[str, tuple[Level, ...]]
+
+
+def mean(ratio: records.Ratio) -> float | None:
+    return ratio.num / ratio.den if ratio.den else None
+
+
+def _of_group(record: records.StepRecord, group: records.GroupStep) -> Level:
+    episodes = group.samples + group.discarded
+    return Level(
+        step=record.step,
+        kl=mean(group.kl),
+        out_of_range=mean(group.out_of_range),
+        entropy=mean(group.entropy),
+        format_errors=group.format_error_ends / episodes if episodes else None,
+    )
+
+
+def series(steps: Iterable[records.StepRecord]) -> Series:
+    """From the ledger. A step that was repeated counts once, as its newest attempt saw it."""
+    newest: dict[int, records.StepRecord] = {}
+    for record in steps:
+        if record.step not in newest or newest[record.step].attempt <= record.attempt:
+            newest[record.step] = record
+    ordered = [newest[step] for step in sorted(newest)]
+    groups: dict[str, list[Level]] = {}
+    for record in ordered:
+        for group in record.groups:
+            groups.setdefault(group.name, []).append(_of_group(record, group))
+    return Series(
+        run=tuple(
+            Level(
+                step=record.step,
+                kl=mean(record.kl),
+                tail_ratio=mean(record.tail_ratio),
+                out_of_range=mean(record.out_of_range),
+                entropy=mean(record.entropy),
+                format_errors=mean(record.format_error_ends),
+            )
+            for record in ordered
+        ),
+        groups={name: tuple(levels) for name, levels in groups.items()},
+    )
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """spec.guard as numbers."""
+
+    kl_growth: float
+    tail_ratio: float
+    out_of_range_growth: float
+    format_errors: float
+    entropy_fall: float
+    kl_floor: float
+    out_of_range_floor: float
+    early_steps: int
+    patience_steps: int
+
+    @classmethod
+    def of(cls, guard: Guard) -> Thresholds:
+        return cls(
+            kl_growth=float(guard.kl_growth),
+            tail_ratio=float(guard.tail_ratio),
+            out_of_range_growth=float(guard.out_of_range_growth),
+            format_errors=guard.format_error_percent / 100,
+            entropy_fall=float(guard.entropy_fall),
+            kl_floor=float(guard.kl_floor),
+            out_of_range_floor=float(guard.out_of_range_floor_percent) / 100,
+            early_steps=guard.early_steps,
+            patience_steps=guard.patience_steps,
+        )
+
+
+@dataclass(frozen=True)
+class Early:
+    """The level that a series started from: means over its first steps."""
+
+    kl: float | None
+    tail_ratio: float | None
+    out_of_range: float | None
+    entropy: float | None
+    last_step: int
+
+
+def early(levels: Sequence[Level], steps: int) -> Early | None:
+    """None until `steps` steps were seen: without an early level nothing can have grown."""
+    if len(levels) < steps:
+        return None
+    first = levels[:steps]
+
+    def of(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return fmean(known) if known else None
+
+    return Early(
+        kl=of(level.kl for level in first),
+        tail_ratio=of(level.tail_ratio for level in first),
+        out_of_range=of(level.out_of_range for level in first),
+        entropy=of(level.entropy for level in first),
+        last_step=first[-1].step,
+    )
+
+
+def _grown(now: float | None, before: float | None, times: float, floor: float) -> bool:
+    """At least `times` its early level, and at least `floor`; without a floor, nothing grows from 0."""
+    return now is not None and before is not None and now >= max(floor, times * before) and max(floor, before) > 0
+
+
+def alarms(level: Level, start: Early, limits: Thresholds) -> tuple[str, ...]:
+    """What is above its threshold at one step, with the numbers."""
+    found = []
+    if _grown(level.kl, start.kl, limits.kl_growth, limits.kl_floor):
+        found.append(f"KL {level.kl:.4g} against {start.kl:.4g} early (limit {limits.kl_growth:g}x)")
+    if _grown(level.tail_ratio, start.tail_ratio, limits.tail_ratio, 0.0):
+        found.append(
+            f"tail ratio {level.tail_ratio:.4g} against {start.tail_ratio:.4g} early (limit {limits.tail_ratio:g}x)"
+        )
+    if _grown(level.out_of_range, start.out_of_range, limits.out_of_range_growth, limits.out_of_range_floor):
+        now, before = 100 * (level.out_of_range or 0), 100 * (start.out_of_range or 0)
+        found.append(
+            f"out-of-range tokens {now:.3g}% against {before:.3g}% early (limit {limits.out_of_range_growth:g}x)"
+        )
+    if level.format_errors is not None and level.format_errors >= limits.format_errors:
+        found.append(
+            f"{100 * level.format_errors:.3g}% of episodes ended by format errors (limit {100 * limits.format_errors:g}%)"
+        )
+    return tuple(found)
+
+
+def entropy_fell(level: Level, start: Early, limits: Thresholds) -> str:
+    if level.entropy is None or not start.entropy or level.entropy * limits.entropy_fall > start.entropy:
+        return ""
+    return f"entropy {level.entropy:.4g} against {start.entropy:.4g} early (limit 1/{limits.entropy_fall:g})"
+
+
+@dataclass(frozen=True)
+class Streak:
+    """How long a series has been above its thresholds, up to its end; and below, likewise."""
+
+    above: int = 0
+    below: int = 0
+    why: str = ""
+
+
+def streak(levels: Sequence[Level], limits: Thresholds, since_step: int) -> Streak:
+    """Steps in a row with the same verdict at the end of the series; early steps and steps up to `since_step` do not count."""
+    start = early(levels, limits.early_steps)
+    if start is None:
+        return Streak()
+    counted = [level for level in levels if level.step > max(start.last_step, since_step)]
+    above = below = 0
+    why: tuple[str, ...] = ()
+    for level in reversed(counted):
+        found = alarms(level, start, limits)
+        if found and not below:
+            above, why = above + 1, why or found
+        elif not found and not above:
+            below += 1
+        else:
+            break
+    return Streak(above, below, "; ".join(why))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the guard holds to now, and what is new about it."""
+
+    status: GuardStatus
+    news: tuple[tuple[str, str, str], ...] = ()  # (subject: "" for the run or a group's name, action or "Lifted", why)
+    healthy: bool | None = None  # None: no early level yet
+    message: str = ""
+
+    def action(self, group: str) -> GuardAction | None:
+        return next((held.action for held in self.status.groups if held.name == group), None)
+
+    @property
+    def paused(self) -> bool:
+        return self.status.action is GuardAction.PAUSE
+
+
+def _capped(action: GuardAction | None, cap: GuardAction) -> GuardAction | None:
+    return None if action is None else ORDER[min(ORDER.index(action), ORDER.index(cap))]
+
+
+def _stronger(one: GuardAction | None, other: GuardAction | None) -> GuardAction | None:
+    found = [action for action in (one, other) if action is not None]
+    return max(found, key=ORDER.index) if found else None
+
+
+def _group_action(seen: Streak, held: GuardAction | None, guard: Guard) -> GuardAction | None:
+    p = guard.patience_steps
+    wanted = GuardAction.QUARANTINE if seen.above >= 2 * p else GuardAction.THROTTLE if seen.above >= p else None
+    if held is GuardAction.QUARANTINE:
+        return held
+    if held is not None and wanted is None and seen.below >= 2 * p:
+        return None
+    return _stronger(held, _capped(wanted, guard.action))
+
+
+def growth(levels: Sequence[Level], early_steps: int, last: int = 3) -> Decimal | None:
+    """KL of the last steps over the early level."""
+    start = early(levels, early_steps)
+    recent = [level.kl for level in levels[-last:] if level.kl is not None]
+    if start is None or not start.kl or not recent:
+        return None
+    return Decimal(repr(fmean(recent) / start.kl)).quantize(Decimal("0.01"))
+
+
+def judge(guard: Guard, generation: int, held: GuardStatus | None, seen: Series, groups: Iterable[str]) -> Verdict:
+    """The guard's verdict after the newest step. A new generation of the spec frees what was held: a person has looked."""
+    limits = Thresholds.of(guard)
+    newest = seen.run[-1].step if seen.run else 0
+    if held is None:
+        held = GuardStatus(generation=generation)
+    elif held.generation != generation:
+        freed = held.action is GuardAction.PAUSE or bool(held.groups)
+        held = GuardStatus(generation=generation, since_step=newest if freed else held.since_step)
+    news: list[tuple[str, str, str]] = []
+
+    before = {item.name: item.action for item in held.groups}
+    now: dict[str, GuardAction] = {}
+    blamed: list[str] = []
+    names = sorted(set(groups))
+    for name in names:
+        found = streak(seen.groups.get(name, ()), limits, held.since_step)
+        action = _group_action(found, before.get(name), guard)
+        if action is not None:
+            now[name] = action
+        if found.above:
+            blamed.append(name)
+        if action is not before.get(name):
+            news.append(
+                (
+                    name,
+                    action.value if action else "Lifted",
+                    found.why or f"below its thresholds for {found.below} steps",
+                )
+            )
+
+    whole = streak(seen.run, limits, held.since_step)
+    p = guard.patience_steps
+    single_groups = bool(blamed) and len(blamed) < len(names)
+    pause_after = 4 * p if single_groups else 2 * p
+    wanted = GuardAction.PAUSE if whole.above >= pause_after else GuardAction.WARN if whole.above >= p else None
+    start = early(seen.run, guard.early_steps)
+    fell = entropy_fell(seen.run[-1], start, limits) if start is not None and newest > held.since_step else ""
+    wanted = _stronger(_capped(wanted, guard.action), GuardAction.WARN if fell else None)
+    run_action = GuardAction.PAUSE if held.action is GuardAction.PAUSE else wanted
+    why = "; ".join(part for part in (whole.why if whole.above >= p else "", fell) if part)
+    if run_action is not held.action:
+        news.append(("", run_action.value if run_action else "Lifted", why or "below every threshold"))
+    return Verdict(
+        status=GuardStatus(
+            action=run_action,
+            groups=[{"name": name, "action": action} for name, action in sorted(now.items())],  # type: ignore[misc]
+            since_step=held.since_step,
+            generation=generation,
+        ),
+        news=tuple(news),
+        healthy=None if start is None else run_action is None and not now,
+        message=why or ", ".join(f"{name}: {action.value}" for name, action in sorted(now.items())),
+    )

@@ -1,0 +1,376 @@
+"""The whole decision about one run: plan(snapshot, now) -> Plan. Reads as its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from decimal import Decimal
+
+import msgspec
+from motley_api import keys, records
+from motley_api.resources import CapacityType
+from motley_api.resources.rlrun import GuardAction, GuardStatus, Totals
+
+from motley_operator import manifests, names
+from motley_operator.planner import budget, cost, guard, ledger, lifecycle, shares, status
+from motley_operator.planner.conditions import flips
+from motley_operator.planner.lifecycle import Life
+from motley_operator.planner.model import (
+    Action,
+    Apply,
+    Create,
+    Delete,
+    EventOut,
+    GroupView,
+    Object,
+    Patch,
+    Plan,
+    PodView,
+    PushFleet,
+    Snapshot,
+    view_of,
+)
+
+
+@dataclass(frozen=True)
+class Decided:
+    """Everything that the objects and the status are made from."""
+
+    now: datetime
+    life: Life
+    verdict: guard.Verdict
+    series: guard.Series
+    prices: Mapping[cost.PriceKey, Decimal]
+    rates: Mapping[str, cost.EngineRate]
+    new_steps: tuple[records.StepRecord, ...]
+    bills: tuple[cost.StepBill, ...]
+    totals: Totals
+    allotment: budget.Allotment
+    fleet_before: records.Fleet | None
+    fleet: records.Fleet
+
+
+def plan(seen: Snapshot, now: datetime) -> Plan:
+    """What to do about the run, given what was seen. Deletion needs nothing: the garbage collector follows owner references."""
+    if seen.deleting:
+        return Plan()
+    made = decide(seen, now)
+    run_status, run_findings = status.run_status(seen, made)
+    group_statuses, group_findings = status.group_statuses(seen, made)
+    events = [
+        EventOut("RLRun", seen.name, seen.uid, finding.event_type, finding.reason, f"{finding.type}: {finding.message}")
+        for finding in flips(seen.status.conditions, run_findings)
+    ]
+    for group in seen.groups:
+        events += [
+            EventOut(
+                "SamplerGroup",
+                group.name,
+                group.uid,
+                finding.event_type,
+                finding.reason,
+                f"{finding.type}: {finding.message}",
+            )
+            for finding in flips(group.status.conditions, group_findings[group.name])
+        ]
+    events += [_guard_event(seen, subject, action, why) for subject, action, why in made.verdict.news]
+    return Plan(
+        actions=tuple(actions(seen, made)),
+        status=run_status,
+        group_statuses=group_statuses,
+        events=tuple(events),
+        active=not made.life.stopped or any(pod.exists for pod in seen.pods),
+    )
+
+
+def _guard_event(seen: Snapshot, subject: str, action: str, why: str) -> EventOut:
+    kind = "Normal" if action == "Lifted" else "Warning"
+    text = f"guard, {subject or 'the run'}: {action}: {why}"
+    return EventOut("RLRun", seen.name, seen.uid, kind, f"Guard{action}", text)
+
+
+# Decide.
+
+
+def decide(seen: Snapshot, now: datetime) -> Decided:
+    prices = cost.price_table(seen.spec.prices)
+    rates = engine_rates(seen, prices)
+    new = ledger.fresh(seen.steps, seen.status)
+    bills = ledger.bills(
+        new,
+        seen.steps,
+        pods=seen.pods,
+        prices=prices,
+        rates=rates,
+        baseline=seen.spec.baseline,
+        capacity_sessions=sum(capacity.sessions for capacity in capacities(seen, None)),
+    )
+    totals = ledger.totals(
+        seen.status.totals or Totals(),
+        new=new,
+        new_bills=bills,
+        repeated_steps=ledger.repeated(new, seen.status),
+        pods=seen.pods,
+        prices=prices,
+        now=now,
+    )
+    series = guard.series(seen.steps)
+    verdict = guard.judge(
+        seen.spec.guard, seen.generation, seen.status.guard, series, (group.name for group in seen.groups)
+    )
+    life = lifecycle.judge(seen, totals, guard_paused=verdict.paused, guard_message=_pause_reason(seen, verdict))
+    before = fleet_before(seen)
+    wanted = shares.fleet(
+        capacities(seen, verdict), generation=0, paused=life.state in (lifecycle.State.PAUSED, *lifecycle.STOPPED)
+    )
+    heard = max(
+        seen.router.fleet_generation if seen.router is not None else 0,
+        seen.trainer.fleet_generation if seen.trainer is not None else 0,
+    )
+    return Decided(
+        now=now,
+        life=life,
+        verdict=verdict,
+        series=series,
+        prices=prices,
+        rates=rates,
+        new_steps=new,
+        bills=bills,
+        totals=totals,
+        allotment=allot(seen, life, prices),
+        fleet_before=before,
+        fleet=shares.next_fleet(before, wanted, heard),
+    )
+
+
+def _pause_reason(seen: Snapshot, verdict: guard.Verdict) -> str:
+    """What paused the run: now, or as the status has held it since."""
+    old = next(
+        (item.message for item in seen.status.conditions if item.type == "MismatchHealthy" and item.status == "False"),
+        "",
+    )
+    held = seen.status.guard is not None and seen.status.guard.action is GuardAction.PAUSE
+    return old if held and old else verdict.message
+
+
+def engine_rates(seen: Snapshot, prices: Mapping[cost.PriceKey, Decimal]) -> dict[str, cost.EngineRate]:
+    """Price and throughput of one engine of each group: declared turns, else measured now, else as last measured."""
+    engines: dict[str, list[records.EngineState]] = {}
+    for engine in seen.router.engines if seen.router is not None else []:
+        engines.setdefault(engine.group, []).append(engine)
+    remembered = {group.name: group.turns_per_engine_hour for group in seen.status.groups}
+    found = {}
+    for group in seen.groups:
+        measured = cost.measured_turns_per_hour(engines.get(group.name, ()))
+        last = remembered.get(group.name)
+        declared = group.spec.turns_per_engine_hour
+        turns = Decimal(declared) if declared else measured or (Decimal(last) if last else None)
+        found[group.name] = cost.EngineRate(
+            group=group.name,
+            usd_per_hour=engine_usd_per_hour(group, prices),
+            turns_per_hour=turns,
+            sessions=group.spec.sessions_per_engine,
+            engines=max(1, ready_engines(seen, group.name)),
+        )
+    return found
+
+
+def engine_usd_per_hour(group: GroupView, prices: Mapping[cost.PriceKey, Decimal]) -> Decimal | None:
+    price = prices.get((group.spec.gpu_type.value, group.spec.capacity_type.value))
+    return None if price is None else price * group.spec.gpus_per_engine
+
+
+def ready_engines(seen: Snapshot, group: str) -> int:
+    return sum(pod.serves for pod in seen.pods if pod.role == keys.ROLE_SAMPLER and pod.group == group)
+
+
+def capacities(seen: Snapshot, verdict: guard.Verdict | None) -> list[shares.GroupCapacity]:
+    return [
+        shares.GroupCapacity(
+            name=group.name,
+            view=view_of(group.spec),
+            ready_engines=ready_engines(seen, group.name),
+            sessions_per_engine=group.spec.sessions_per_engine,
+            throttled=verdict is not None and verdict.action(group.name) is GuardAction.THROTTLE,
+            quarantined=verdict is not None and verdict.action(group.name) is GuardAction.QUARANTINE,
+        )
+        for group in seen.groups
+        if usable(group)
+    ]
+
+
+def usable(group: GroupView) -> bool:
+    return not group.deleting and not group.error and status.supported(group)
+
+
+def fleet_before(seen: Snapshot) -> records.Fleet | None:
+    """As it was decided last: fleet.json in the ConfigMap."""
+    config = seen.child("ConfigMap", names.fleet(seen.name))
+    text = (config or {}).get("data", {}).get(keys.FLEET_KEY, "")
+    try:
+        return msgspec.json.decode(text, type=records.Fleet) if text else None
+    except msgspec.MsgspecError:
+        return None  # edited by hand into something else: decided anew, above what the router has heard
+
+
+def trainer_usd_per_hour(seen: Snapshot, prices: Mapping[cost.PriceKey, Decimal]) -> Decimal | None:
+    trainer = seen.spec.trainer
+    price = prices.get((trainer.gpu_type.value, trainer.capacity_type.value))
+    return None if price is None else price * trainer.nodes * trainer.gpus_per_node
+
+
+def allot(seen: Snapshot, life: Life, prices: Mapping[cost.PriceKey, Decimal]) -> budget.Allotment:
+    if life.stopped:
+        return budget.Allotment({group.name: 0 for group in seen.groups}, {})
+    cap = seen.spec.budget.usd_per_hour
+    wants = [
+        budget.Want(
+            name=group.name,
+            replicas=group.spec.replicas if usable(group) else 0,
+            min_replicas=group.spec.min_replicas or 0,
+            existing=existing_engines(seen, group.name),
+            usd_per_engine_hour=engine_usd_per_hour(group, prices),
+        )
+        for group in seen.groups
+    ]
+    return budget.allot(wants, Decimal(cap) if cap is not None else None, trainer_usd_per_hour(seen, prices))
+
+
+def existing_engines(seen: Snapshot, group: str) -> int:
+    deployment = seen.child("Deployment", group)
+    asked = int(deployment.get("spec", {}).get("replicas", 0)) if deployment is not None else 0
+    pods = sum(
+        pod.holds and (pod.deletion is None or pod.scheduled is not None)
+        for pod in seen.pods
+        if pod.role == keys.ROLE_SAMPLER and pod.group == group
+    )
+    return max(asked, pods)
+
+
+# Act.
+
+
+def actions(seen: Snapshot, made: Decided) -> list[Action]:
+    """What differs between the objects wanted and those that live. Configuration first: pods wait for what they mount."""
+    run = manifests.RunRef(seen.namespace, seen.name, seen.uid)
+    found: list[Action] = []
+    if not seen.has_token:
+        found.append(Create(manifests.token_secret(run, seen.fresh_token)))
+    wanted: list[Object] = [
+        manifests.run_config_map(run, seen.spec, declared_sessions(seen)),
+        manifests.fleet_config_map(run, made.fleet),
+        manifests.router_service(run),
+        manifests.trainer_service(run),
+    ]
+    if seen.spec.trainer.nodes > 1:
+        wanted.append(manifests.gang_service(run))
+    wanted += [manifests.inline_sampler_group(run, group) for group in seen.spec.sampler_groups]
+    found += [Apply(manifest) for manifest in wanted if _to_apply(seen, run, manifest)]
+    for group in seen.groups:
+        if not group.owned and not group.deleting:
+            found.append(Apply(manifests.adopted_sampler_group(run, group.name, group.uid), "joins the run"))
+    found += [_delete(seen, "SamplerGroup", name, "no longer in spec.samplerGroups") for name in seen.removed_groups]
+    urls = service_urls(seen)
+    if urls is not None:
+        found += workloads(seen, made, run, urls)
+        found += pushes(seen, made, urls)
+    return found
+
+
+def declared_sessions(seen: Snapshot) -> int:
+    return max(1, sum(group.spec.replicas * group.spec.sessions_per_engine for group in seen.groups if usable(group)))
+
+
+def _to_apply(seen: Snapshot, run: manifests.RunRef, manifest: Object) -> bool:
+    live = seen.child(manifest["kind"], manifest["metadata"]["name"])
+    if live is None:
+        return True
+    return (
+        not foreign(live, manifest)
+        and "deletionTimestamp" not in live["metadata"]
+        and manifests.differs(manifest, live)
+    )
+
+
+def foreign(live: Object, manifest: Object) -> bool:
+    """Somebody else controls an object of that name: it is left alone, and a condition says so."""
+    ours = {reference["uid"] for reference in manifest["metadata"]["ownerReferences"]}
+    return not ours & {reference["uid"] for reference in live["metadata"].get("ownerReferences", [])}
+
+
+def _delete(seen: Snapshot, kind: str, name: str, why: str) -> Delete:
+    live = seen.children[kind, name]
+    return Delete(live["apiVersion"], kind, name, live["metadata"]["uid"], why)
+
+
+def service_urls(seen: Snapshot) -> manifests.Urls | None:
+    """None until both Services have their address: pods are rendered with it."""
+    hosts = []
+    for name in (names.router(seen.name), names.trainer(seen.name)):
+        address = (seen.child("Service", name) or {}).get("spec", {}).get("clusterIP", "")
+        if not address:
+            return None
+        hosts.append(address)
+    return manifests.Urls(
+        router=names.url(hosts[0], keys.ROUTER_PORT),
+        trainer=names.url(hosts[1], keys.TRAINER_PORT),
+    )
+
+
+def workloads(seen: Snapshot, made: Decided, run: manifests.RunRef, urls: manifests.Urls) -> list[Action]:
+    up = 0 if made.life.stopped else 1
+    wanted: list[Object] = [
+        manifests.router_deployment(run, seen.spec, seen.settings, urls, up),
+        manifests.rollout_deployment(run, seen.spec, seen.settings, urls, up * seen.spec.rollout.workers),
+    ]
+    for group in seen.groups:
+        if not usable(group):
+            continue
+        wanted.append(manifests.group_config_map(run, group.name, group.uid, group.spec))
+        wanted.append(
+            manifests.sampler_deployment(
+                run,
+                seen.spec,
+                seen.settings,
+                urls,
+                group.name,
+                group.uid,
+                group.spec,
+                made.allotment.replicas[group.name],
+            )
+        )
+    found: list[Action] = [Apply(manifest) for manifest in wanted if _to_apply(seen, run, manifest)]
+    return found + gang(seen, made, run, urls)
+
+
+def gang(seen: Snapshot, made: Decided, run: manifests.RunRef, urls: manifests.Urls) -> list[Action]:
+    """The trainer's Job: made once, its suspend flag kept right, made again when spec.steps grew past a complete one."""
+    name = names.trainer(seen.name)
+    job = seen.child("Job", name)
+    if job is None:
+        if made.life.stopped:
+            return []
+        return [Apply(manifests.trainer_job(run, seen.spec, seen.settings, urls, suspend=False))]
+    if lifecycle.to_extend(seen):
+        return [_delete(seen, "Job", name, f"complete, and spec.steps is {seen.spec.steps} now")]
+    ended = lifecycle.job_condition(job, "Complete") or lifecycle.job_condition(job, "Failed")
+    if ended or made.life.ended or bool(job["spec"].get("suspend", False)) == made.life.job_suspended:
+        return []
+    why = f"{made.life.state}: {made.life.message}" if made.life.job_suspended else "goes on from the last checkpoint"
+    return [Patch("batch/v1", "Job", name, {"spec": {"suspend": made.life.job_suspended}}, why)]
+
+
+def pushes(seen: Snapshot, made: Decided, urls: manifests.Urls) -> list[PushFleet]:
+    heard: Sequence[tuple[str, str, int | None]] = (
+        (keys.ROLE_ROUTER, urls.router, seen.router.fleet_generation if seen.router is not None else None),
+        (keys.ROLE_TRAINER, urls.trainer, seen.trainer.fleet_generation if seen.trainer is not None else None),
+    )
+    return [
+        PushFleet(role, url, made.fleet)
+        for role, url, generation in heard
+        if generation is not None and generation < made.fleet.generation
+    ]
+
+
+__all__ = ["CapacityType", "Decided", "GuardStatus", "PodView", "decide", "plan"]
