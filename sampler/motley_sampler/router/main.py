@@ -7,11 +7,12 @@ import os
 import pathlib
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from aiohttp import web
 from motley_api import keys
 
-from motley_sampler.router import proxy
+from motley_sampler.router import completions, proxy
 from motley_sampler.router.server import Router, Settings, build_app
 from motley_sampler.router.wire import log
 
@@ -28,16 +29,17 @@ def settings_from(environment: Mapping[str, str]) -> Settings:
     if not token:
         raise ConfigError(f"{keys.ENV_TOKEN} must be set")
     fleet = environment.get(keys.ENV_FLEET)
-    source = ""
+    model: dict[str, Any] = {}
     if run_config := environment.get(keys.ENV_RUN_CONFIG):
         try:
-            source = json.loads(pathlib.Path(run_config).read_text()).get("model", {}).get("source", "")
+            model = json.loads(pathlib.Path(run_config).read_text()).get("model", {})
         except (OSError, ValueError) as error:
             raise ConfigError(f"{keys.ENV_RUN_CONFIG}={run_config} must be a readable JSON file: {error}") from error
     return Settings(
         token=token,
         fleet_path=pathlib.Path(fleet) if fleet else None,
-        model_source=source,
+        model_source=model.get("source", ""),
+        context_length=model.get("contextLength", 0),
         model_name=environment.get(keys.ENV_RUN, "motley"),
     )
 
@@ -45,7 +47,9 @@ def settings_from(environment: Mapping[str, str]) -> Settings:
 def build(router: Router) -> web.Application:
     """The control API and the proxy beside it."""
     app = build_app(router)
-    proxy.add_routes(app, proxy.Proxy(router))
+    relay = proxy.Proxy(router)
+    proxy.add_routes(app, relay)
+    completions.add_routes(app, completions.Completions(relay))
     return app
 
 

@@ -50,8 +50,14 @@ class Translator(Protocol):
     def end(self) -> bytes: ...
 
 
+MakeTranslator = Callable[[str, str], Translator]  # group, view
+
+
 class Verbatim:
     """/generate: as it came."""
+
+    def __init__(self, group: str, view: str) -> None:
+        del group, view  # the engine's own reply says all
 
     def whole(self, body: bytes) -> bytes:
         return body
@@ -159,7 +165,7 @@ class Proxy:
         *,
         key: str | None,
         stream: bool,
-        translator: Callable[[], Translator],
+        translator: MakeTranslator,
         label: str,
     ) -> web.StreamResponse:
         """Sends `body` to /generate of the session's engine and the translated reply to the agent."""
@@ -191,14 +197,14 @@ class Proxy:
         body: bytes,
         lease: Lease,
         reply: Reply,
-        translator: Callable[[], Translator],
+        translator: MakeTranslator,
     ) -> web.StreamResponse:
         headers = {name: request.headers[name] for name in PASSED_REQUEST_HEADERS if name in request.headers}
         headers |= {"Authorization": f"Bearer {self.router.settings.token}", "Accept-Encoding": "identity"}
         dropped_by = ""
         for _ in range(MAX_ATTEMPTS):
             try:
-                return await self._attempt(lease, body, headers, reply, translator())
+                return await self._attempt(lease, body, headers, reply, translator(lease.group, lease.view))
             except EngineLeftError:
                 failure = "left"
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:

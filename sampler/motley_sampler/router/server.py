@@ -56,6 +56,8 @@ class Settings:
     model_source: str = ""
     """Folder or fsspec URL with tokenizer.json and a chat template; empty: no chat."""
     model_name: str = "motley"
+    context_length: int = 0
+    """Longest conversation in tokens, reply included; 0: not known, the engine decides."""
 
 
 class Router:
