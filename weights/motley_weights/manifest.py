@@ -16,6 +16,7 @@ import msgspec
 from motley_weights.errors import ViewCorruptError
 
 MANIFEST_FILE = "manifest.json"
+DELTA_SUFFIX = ".delta"  # of the file that a stored delta makes
 FORMAT = "motley-view/1"
 
 
@@ -51,6 +52,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     stored: dict[str, FileEntry]
     base: DeltaBase | None = None
     chain: int = 0  # deltas between this version and its anchor, this one included
+    chain_bytes: int = 0  # of those deltas together
 
     @property
     def stored_bytes(self) -> int:

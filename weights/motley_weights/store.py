@@ -10,9 +10,9 @@ that what it loads is either exactly what was published or nothing.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from motley_api import keys
 from torch import Tensor
 
 from motley_weights import codecs, pulling, safetensors_io
-from motley_weights.backend import Backend, Chunk, open_backend
+from motley_weights.backend import Backend, open_backend
 from motley_weights.errors import (
     CodecError,
     StoreError,
@@ -31,7 +31,9 @@ from motley_weights.errors import (
     WeightsError,
 )
 from motley_weights.manifest import (
+    DELTA_SUFFIX,
     MANIFEST_FILE,
+    DeltaBase,
     FileEntry,
     Manifest,
     Pointer,
@@ -42,6 +44,7 @@ from motley_weights.manifest import (
     encode_pointer,
     fingerprint,
 )
+from motley_weights.publishing import CachedBase, DeltaPolicy, ViewWriter, usable_base
 
 SHARD_BYTES = 256 << 20
 
@@ -78,14 +81,25 @@ class PublishReport:
 class WeightStore:
     """One run's weights. One publisher, any number of readers; safe to use from one thread at a time."""
 
-    def __init__(self, url: str, run: str, *, backend: Backend | None = None, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(
+        self,
+        url: str,
+        run: str,
+        *,
+        backend: Backend | None = None,
+        shard_bytes: int = SHARD_BYTES,
+        deltas: DeltaPolicy | None = None,
+    ) -> None:
         """url: any fsspec URL or a path; the run's files lie under <url>/<run>/. shard_bytes bounds what `publish`
-        holds in memory per view."""
+        holds in memory per view. deltas: how a publisher stores versions between anchors; None stores every version
+        whole.
+        """
         if not run or "/" in run or run.startswith("."):
             raise ValueError(f"run: must be a plain name, got {run!r}")
         self.run = run
         self._backend = backend if backend is not None else open_backend(url)
         self._shard_bytes = shard_bytes
+        self._deltas = deltas
         self._fingerprint: str | None = None  # of the first version read: one store, one model
 
     # ------------------------------------------------------------ what there is
@@ -133,28 +147,25 @@ class WeightStore:
         """
         self._refuse_stale(version, views)
         config = _parse_config(model_dir_files)
-        writers = {view: _ViewWriter(self._backend, self._path(view, version), self._shard_bytes) for view in views}
+        writers = {view: self._writer(view, version) for view in views}
         failed: dict[str, str] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
-        for view, writer in writers.items():
-            _guard(failed, view, writer.start)
-        for group in codecs.fusion_groups(_checked(tensors, shapes)):
-            magnitudes = {name: codecs.absolute_max(name, tensor) for name, tensor in group.items()}
+        try:
+            shapes = _write_tensors(writers, tensors, failed)
+            model = fingerprint(config, shapes)
+            self._refuse_other_model(model, views)
+            reports: dict[str, ViewReport] = {}
             for view, writer in writers.items():
                 if view not in failed:
-                    _guard(failed, view, writer.add, view, group, magnitudes)
-        model = fingerprint(config, shapes)
-        self._refuse_other_model(model, views)
-        reports: dict[str, ViewReport] = {}
-        for view, writer in writers.items():
-            if view not in failed:
-                report = _guard(
-                    failed, view, self._finish, writer, view, version, model, config, shapes, model_dir_files
-                )
-                if report is not None:
-                    reports[view] = report
+                    small = {**model_dir_files, **codecs.view_model_files(view, config, shapes)}
+                    report = _guard(failed, view, self._finish, writer, view, version, model, small)
+                    if report is not None:
+                        reports[view] = report
+        except BaseException:
+            for view, writer in writers.items():
+                _guard({}, view, self._abandon, writer, view, version)
+            raise
         for view in failed:
-            _guard({}, view, writers[view].abandon)
+            _guard({}, view, self._abandon, writers[view], view, version)
         return PublishReport(version, reports, failed)
 
     def rewind(self, view: str, version: int) -> None:
@@ -218,10 +229,17 @@ class WeightStore:
         if pulling.is_intact(target, content, manifest):
             return target
         with pulling.Building(target) as building:
-            self._download(manifest, building.folder)
+            self._build(manifest, Path(into), building.folder)
             (building.folder / MANIFEST_FILE).write_bytes(content)
             building.commit(lambda folder: pulling.is_intact(folder, content, manifest))
         return target
+
+    def drop_pulled(self, view: str, into: Path, *, keep: Collection[int]) -> None:
+        """Removes pulled folders of a view except those versions, and what a killed pull left half-made."""
+        folder = Path(into) / view
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if _version_of(path.name) not in keep and path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
 
     def load(self, path: Path) -> dict[str, Tensor]:
         """The stored tensors of a pulled folder, memory-mapped; `codecs.decode` makes plain values of them."""
@@ -311,20 +329,39 @@ class WeightStore:
         except (StoreError, FileNotFoundError) as error:
             raise VersionRefusedError(f"{view}: version {version} is not complete: {error}") from error
 
+    def _writer(self, view: str, version: int) -> ViewWriter:
+        folder = self._path(view, version)
+        if self._deltas is None:
+            return ViewWriter(self._backend, folder, self._shard_bytes)
+        base = usable_base(self._deltas, self._cached_base(self._deltas, view))
+        cache = pulling.Building(self._cache_folder(self._deltas, view, version))
+        return ViewWriter(self._backend, folder, self._shard_bytes, self._deltas, base, cache)
+
+    def _cache_folder(self, policy: DeltaPolicy, view: str, version: int) -> Path:
+        return policy.cache / self.run / view / keys.version_dir(version)
+
+    def _cached_base(self, policy: DeltaPolicy, view: str) -> CachedBase | None:
+        """The version that the pointer names, when the cache holds just that; else None."""
+        pointer = self._pointer(view)
+        if pointer is None:
+            return None
+        folder = self._cache_folder(policy, view, pointer.version)
+        try:
+            content = (folder / MANIFEST_FILE).read_bytes()
+        except FileNotFoundError:
+            return None
+        if digest(content) != pointer.manifest_sha256:
+            return None
+        pinned = DeltaBase(pointer.version, pointer.manifest_sha256)
+        return CachedBase(folder, pinned, decode_manifest(content, where=str(folder)))
+
     def _finish(
-        self,
-        writer: _ViewWriter,
-        view: str,
-        version: int,
-        model: str,
-        config: Mapping[str, Any],
-        shapes: Mapping[str, tuple[int, ...]],
-        model_dir_files: Mapping[str, bytes],
+        self, writer: ViewWriter, view: str, version: int, model: str, small_files: Mapping[str, bytes]
     ) -> ViewReport:
         """Everything durable and checked, then the manifest, then the pointer."""
-        small = {**model_dir_files, **codecs.view_model_files(view, config, shapes)}
-        writer.finish(small)
-        self._verify_durable(view, version, writer.files)
+        writer.finish(small_files)
+        self._verify_durable(view, version, writer.stored)
+        base = writer.base
         manifest = Manifest(
             run=self.run,
             view=view,
@@ -333,7 +370,10 @@ class WeightStore:
             encoder=codecs.ENCODER_VERSION,
             tensors=writer.tensors,
             files=writer.files,
-            stored=writer.files,
+            stored=writer.stored,
+            base=base.pinned if base else None,
+            chain=base.manifest.chain + 1 if base else 0,
+            chain_bytes=base.manifest.chain_bytes + writer.delta_bytes if base else 0,
         )
         content = encode_manifest(manifest)
         path = f"{self._path(view, version)}/{MANIFEST_FILE}"
@@ -341,8 +381,15 @@ class WeightStore:
         if self._backend.read(path) != content:
             raise ViewCorruptError(f"{path}: reads back other bytes than were written")
         self._point(view, version, content)
+        _guard({}, view, writer.keep_in_cache, content)  # without it the next version is an anchor, no more
         full = sum(entry.size for entry in manifest.files.values())
-        return ViewReport(view, version, "anchor", manifest.stored_bytes, full)
+        return ViewReport(view, version, "delta" if base else "anchor", manifest.stored_bytes, full)
+
+    def _abandon(self, writer: ViewWriter, view: str, version: int) -> None:
+        """Removes a version that was not published; leaves it when its pointer moved, or cannot be read to tell."""
+        writer.discard_cache()
+        if self.latest(view) != version:
+            writer.abandon()
 
     def _verify_durable(self, view: str, version: int, files: Mapping[str, FileEntry]) -> None:
         for name, entry in files.items():
@@ -352,90 +399,85 @@ class WeightStore:
 
     def _point(self, view: str, version: int, manifest: bytes) -> None:
         pointer = Pointer(version=version, manifest_sha256=digest(manifest))
-        self._backend.replace(f"{self._view_path(view)}/{keys.LATEST_POINTER}", encode_pointer(pointer))
+        try:
+            self._backend.replace(f"{self._view_path(view)}/{keys.LATEST_POINTER}", encode_pointer(pointer))
+        except Exception:
+            if self._pointer(view) != pointer:  # else only the answer was lost
+                raise
 
-    def _download(self, manifest: Manifest, folder: Path) -> None:
-        source = self._path(manifest.view, manifest.version)
-        for name, entry in manifest.files.items():
-            try:
-                pulling.save(
-                    self._backend.read_chunks(f"{source}/{name}"), folder / name, entry, where=f"{source}/{name}"
-                )
-            except FileNotFoundError:
-                raise ViewCorruptError(f"{source}/{name}: named in the manifest but missing") from None
+    def _build(self, manifest: Manifest, into: Path, folder: Path) -> None:
+        """All files of a version in `folder`: from the nearest version in `into` when deltas lead from it, else from
+        the store.
+        """
+        links, local = self._links(manifest, into)
+        try:
+            self._materialise(links, local, folder)
+        except ViewCorruptError:
+            if local is None:
+                raise
+            # What lay here may be what is damaged.
+            for path in folder.iterdir():
+                path.unlink()
+            links, _ = self._links(manifest, None)
+            self._materialise(links, None, folder)
 
+    def _links(self, manifest: Manifest, into: Path | None) -> tuple[list[Manifest], Path | None]:
+        """(versions from the start of the chain to the wanted one, the folder here that holds the first of them or
+        None).
+        """
+        links = [manifest]
+        while (base := links[0].base) is not None:
+            content, older = self._manifest(manifest.view, base.version)
+            if digest(content) != base.manifest_sha256:
+                where = self._path(manifest.view, base.version)
+                raise ViewCorruptError(f"{where}: is not the version that {links[0].version} is a delta against")
+            links.insert(0, older)
+            if into is not None:
+                local = into / manifest.view / keys.version_dir(base.version)
+                if pulling.looks_like(local, content, older):
+                    return links, local
+        return links, None
 
-class _ViewWriter:
-    """Writes one view of one version in shards; holds at most one shard's tensors."""
+    def _materialise(self, links: list[Manifest], local: Path | None, folder: Path) -> None:
+        for plan in pulling.plan_files(links, first_is_local=local is not None):
+            path, origin = folder / plan.name, links[plan.origin]
+            if local is not None and plan.origin == 0:
+                shutil.copyfile(local / plan.name, path)
+            else:
+                self._fetch(origin, plan.name, path)
+            for link in plan.deltas:
+                name = plan.name + DELTA_SUFFIX
+                change = folder / name
+                self._fetch(links[link], name, change)
+                pulling.patch(path, change.read_bytes(), where=f"{self._path(origin.view, links[link].version)}/{name}")
+                change.unlink()
+            if plan.deltas or plan.origin == 0:
+                pulling.check(pulling.entry_of(path), links[-1].files[plan.name], where=str(path))
 
-    def __init__(self, backend: Backend, folder: str, shard_bytes: int) -> None:
-        self._backend = backend
-        self._folder = folder
-        self._shard_bytes = shard_bytes
-        self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = 0
-        self._shards = 0
-        self._weight_map: dict[str, str] = {}
-        self._total_bytes = 0
-        self.files: dict[str, FileEntry] = {}
-
-    @property
-    def tensors(self) -> int:
-        return len(self._weight_map)
-
-    def start(self) -> None:
-        """Clears what an abandoned attempt left, its manifest first: from then on the version is not there."""
-        if self._backend.list(self._folder):
-            self._backend.remove(f"{self._folder}/{MANIFEST_FILE}")
-            self._backend.remove(self._folder)
-
-    def add(self, view: str, group: Mapping[str, Tensor], magnitudes: Mapping[str, float]) -> None:
-        for name, tensor in codecs.encode_group(view, group, magnitudes=magnitudes).items():
-            size = safetensors_io.nbytes(tensor)
-            if self._pending and self._pending_bytes + size > self._shard_bytes:
-                self._flush(f"model-{self._shards + 1:05d}.safetensors")
-            self._pending[name] = tensor
-            self._pending_bytes += size
-
-    def finish(self, small_files: Mapping[str, bytes]) -> None:
-        if self._pending or not self._shards:
-            self._flush(f"model-{self._shards + 1:05d}.safetensors" if self._shards else safetensors_io.SINGLE_FILE)
-        index = safetensors_io.index(self._weight_map, self._total_bytes)
-        for name, content in {**small_files, safetensors_io.INDEX_FILE: index}.items():
-            self._write(name, [content])
-
-    def abandon(self) -> None:
-        self._backend.remove(self._folder)
-
-    def _flush(self, name: str) -> None:
-        self._write(name, safetensors_io.chunks(self._pending))
-        self._weight_map.update(dict.fromkeys(self._pending, name))
-        self._total_bytes += self._pending_bytes
-        self._shards += 1
-        self._pending, self._pending_bytes = {}, 0
-
-    def _write(self, name: str, chunks: Iterable[Chunk]) -> None:
-        hashing = _Hashing(chunks)
-        self._backend.write(f"{self._folder}/{name}", hashing)
-        self.files[name] = hashing.entry()
+    def _fetch(self, manifest: Manifest, name: str, path: Path) -> None:
+        """One stored file, checked."""
+        source = f"{self._path(manifest.view, manifest.version)}/{name}"
+        try:
+            pulling.save(self._backend.read_chunks(source), path, manifest.stored[name], where=source)
+        except FileNotFoundError:
+            raise ViewCorruptError(f"{source}: named in the manifest but missing") from None
 
 
-class _Hashing:
-    """Passes chunks on and keeps their size and checksum."""
-
-    def __init__(self, chunks: Iterable[Chunk]) -> None:
-        self._chunks = chunks
-        self._sha256 = hashlib.sha256()
-        self._size = 0
-
-    def __iter__(self) -> Iterator[Chunk]:
-        for chunk in self._chunks:
-            self._sha256.update(chunk)
-            self._size += len(chunk)
-            yield chunk
-
-    def entry(self) -> FileEntry:
-        return FileEntry(self._size, self._sha256.hexdigest())
+def _write_tensors(
+    writers: Mapping[str, ViewWriter], tensors: Iterable[tuple[str, Tensor]], failed: dict[str, str]
+) -> dict[str, tuple[int, ...]]:
+    """Feeds every view from the one stream; returns each tensor's shape. A view that fails is noted and left out from
+    then on.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for view, writer in writers.items():
+        _guard(failed, view, writer.start)
+    for group in codecs.fusion_groups(_checked(tensors, shapes)):
+        magnitudes = {name: codecs.absolute_max(name, tensor) for name, tensor in group.items()}
+        for view, writer in writers.items():
+            if view not in failed:
+                _guard(failed, view, writer.add, view, group, magnitudes)
+    return shapes
 
 
 def _guard[R](failed: dict[str, str], view: str, step: Callable[..., R], *args: object) -> R | None:

@@ -14,8 +14,8 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 # Smallest normal float32: a scale below it would lose bits, or vanish and divide by zero.
 _SCALE_MIN = torch.finfo(torch.float32).tiny
-# Rows worked on at a time: float32 temporaries stay near the cache, whatever the size of the tensor.
-_BAND_ELEMENTS = 1 << 20
+# Elements worked on at a time, per thread: float32 temporaries stay in the cache, whatever the size of the tensor.
+_BAND_ELEMENTS = 1 << 17
 
 
 def blocks(length: int) -> int:
@@ -29,9 +29,9 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale = amax / 448 in float32; code = round-to-nearest-even(value / scale). A block of zeros has scale 1.
     """
     n, k = weight.shape
-    codes = torch.empty(n, k, dtype=E4M3)
-    scale_inv = torch.empty(blocks(n), blocks(k), dtype=torch.float32)
-    band = max(1, _BAND_ELEMENTS // max(1, k * BLOCK)) * BLOCK
+    codes = torch.empty(n, k, dtype=E4M3, device=weight.device)
+    scale_inv = torch.empty(blocks(n), blocks(k), dtype=torch.float32, device=weight.device)
+    band = max(1, _BAND_ELEMENTS * torch.get_num_threads() // max(1, k * BLOCK)) * BLOCK
     for start in range(0, n, band):
         rows = weight[start : start + band]
         tiles = _tiles(rows.to(torch.float32))
