@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 from motley_api.records import Fleet, StepRecord, TrainerStatus, Trajectory, TrajectoryAck, Work, WorkRequest
-from motley_api.resources.rlrun import RLRunSpec
+from motley_api.resources.rlrun import RLRunSpec, Switch
 
 from motley_trainer.buffer.batch import Batch, Notice, Resume
 from motley_trainer.buffer.db import BufferDb
@@ -132,10 +132,12 @@ class BufferCore:
     def deliver(self, trajectories: list[Trajectory]) -> TrajectoryAck:
         """Validates, keeps, acknowledges. Errors: BufferBrokenError, and then nothing is acknowledged."""
         published, quarantined = self.db.get("published", -1), self.quarantined
+        algorithm = self.spec.algorithm
+        needed = Switch.ENABLED in (algorithm.mask_replay, algorithm.score_centering)
         judged: list[tuple[Trajectory, str | None]] = []
         for trajectory in trajectories:
             try:
-                check(trajectory, run=self.run, published=published, quarantined=quarantined)
+                check(trajectory, run=self.run, published=published, quarantined=quarantined, candidates_needed=needed)
             except RefusedError as refused:
                 judged.append((trajectory, str(refused)))
             else:
@@ -211,21 +213,20 @@ class BufferCore:
         return not self.db.pending_evaluation()
 
     def status(self) -> TrainerStatus:
-        counts = self.db.counts()
+        counts, published = self.db.counts(), self.db.get("published", -1)
         return TrainerStatus(
             run=self.run,
             attempt=self.db.get("attempt"),
             steps_total=self.spec.steps,
             step=self.db.get("step"),
-            weights_version=self.db.get("published", -1)
-            if self._notice.weights_version is None
-            else max(self._notice.weights_version, self.db.get("published", -1)),
+            weights_version=published if self._notice.weights_version is None else self._notice.weights_version,
             durable_version=self.db.get("durable", -1),
             buffered=counts.buffered,
             outstanding=counts.outstanding,
             finished=self.finished,
             last=self.db.last_step(),
             evaluation=self.db.last_evaluation(),
+            fleet_generation=self._fleet.generation,
             condition=self._notice.condition,
             message=self._notice.message,
         )

@@ -15,7 +15,9 @@ class RefusedError(ValueError):
     """The trajectory can never be accepted; the message names the field and what is allowed."""
 
 
-def check(trajectory: Trajectory, *, run: str, published: int, quarantined: frozenset[str]) -> None:
+def check(
+    trajectory: Trajectory, *, run: str, published: int, quarantined: frozenset[str], candidates_needed: bool = True
+) -> None:
     """Errors: RefusedError. A log-prob that is not finite is no reason: that token is dropped by the loss and counted."""
     if trajectory.run != run:
         raise RefusedError(f"run: is {trajectory.run!r}, this trainer's is {run!r}")
@@ -38,6 +40,8 @@ def check(trajectory: Trajectory, *, run: str, published: int, quarantined: froz
     if logprobs.size != sampled.size:
         raise RefusedError(f"logprobs: {logprobs.size} of them for {sampled.size} generated tokens")
     if trajectory.candidates is None:
+        if candidates_needed and sampled.size:
+            raise RefusedError("candidates: missing; mask replay and score centering need them")
         if trajectory.top_p < 1 or trajectory.top_k > 0:
             raise RefusedError(
                 "candidates: missing, though topP or topK filtered: the distribution drawn from is unknown"

@@ -1,0 +1,17 @@
+"""Logging to stderr as key=value lines."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+
+def configure(component: str) -> None:
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO,
+        format=f"time=%(asctime)s level=%(levelname)s component={component} %(message)s",
+        datefmt="%Y-%m-%dT%H:%M:%S%z",
+    )
+    for chatty in ("megatron", "aiohttp.access", "torch"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
