@@ -251,6 +251,9 @@ class Engine(Protocol):
 
     async def flush_cache(self) -> None: ...
 
+    async def close_session(self, session: str) -> None:
+        """The session's prefix is not needed any more."""
+
     def load(self) -> EngineLoad: ...
 
     def model_info(self) -> Json: ...

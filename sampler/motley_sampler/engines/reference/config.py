@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
 from motley_api.keys import VIEW_BF16, VIEW_FP8, VIEW_NVFP4
 from motley_weights.errors import UnsupportedModelError
 
@@ -54,7 +53,12 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
     model_type = raw.get("model_type")
     if model_type not in MODEL_TYPES:
         raise UnsupportedModelError(f"model_type must be one of {', '.join(MODEL_TYPES)}, got {model_type!r}")
-    for name, wanted in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False), ("use_sliding_window", False)):
+    for name, wanted in (
+        ("hidden_act", "silu"),
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        ("use_sliding_window", False),
+    ):
         if raw.get(name, wanted) != wanted:
             raise UnsupportedModelError(f"{name} must be {wanted!r}, got {raw[name]!r}")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
@@ -105,5 +109,7 @@ def _view(quantisation: dict[str, Any] | None) -> str:
     method = quantisation.get("quant_method")
     views = {"fp8": VIEW_FP8, "modelopt": VIEW_NVFP4}
     if method not in views:
-        raise UnsupportedModelError(f"quantization_config.quant_method must be one of {', '.join(views)}, got {method!r}")
+        raise UnsupportedModelError(
+            f"quantization_config.quant_method must be one of {', '.join(views)}, got {method!r}"
+        )
     return views[method]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from motley_weights.errors import WeightsError
 
 from motley_sampler.engines.protocol import (
     BadRequest,
@@ -26,7 +27,6 @@ from motley_sampler.engines.protocol import (
 from motley_sampler.engines.reference.precision import Arithmetic
 from motley_sampler.engines.reference.scheduler import Running, Scheduler, make_running
 from motley_sampler.engines.reference.weights import Weights, load_weights
-from motley_weights.errors import WeightsError
 
 IDLE_TURN_S = 1.0  # an idle engine turns over this often, which is its sign of life
 

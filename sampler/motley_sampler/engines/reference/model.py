@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from motley_sampler.engines.reference.config import ModelConfig
-from motley_sampler.engines.reference.precision import bf16, e4m3
+from motley_sampler.engines.reference.precision import bf16, e4m3, split
 from motley_sampler.engines.reference.weights import Experts, Layer, Mlp, Weights
 
 KEY_BUCKET = 32  # keys are read in multiples of this, so that buffers of few sizes are reused
@@ -39,12 +39,12 @@ class KvCache:
 class Step:
     """What all layers of one step share."""
 
-    slots_B: Tensor
+    slots: Tensor  # [B]
     cache_rows: Tensor  # [N * J], rows of a cache plane seen as [S * J * (T + 1), d]
     keys_read: int
-    hidden_BtL: Tensor  # True where a key must not be seen
-    cos_Nd: Tensor
-    sin_Nd: Tensor
+    hidden: Tensor  # [B, t, L], True where a key must not be seen
+    cos: Tensor  # [N, 1, d]
+    sin: Tensor  # [N, 1, d]
     batch: int
     tokens: int  # t
 
@@ -60,7 +60,9 @@ class Rope:
         self.sin = torch.cat([-angles.sin(), angles.sin()], -1)
 
 
-def plan_step(config: ModelConfig, cache: KvCache, rope: Rope, slots: Sequence[int], starts: Sequence[int], tokens: int) -> Step:
+def plan_step(
+    config: ModelConfig, cache: KvCache, rope: Rope, slots: Sequence[int], starts: Sequence[int], tokens: int
+) -> Step:
     """Indices of a step in which sequence b writes positions starts[b] .. starts[b] + tokens - 1 of slot slots[b].
 
     Positions beyond the slot (padding only) fall on the slot's spare position.
@@ -74,12 +76,12 @@ def plan_step(config: ModelConfig, cache: KvCache, rope: Rope, slots: Sequence[i
     keys_read = min(-(-longest // KEY_BUCKET) * KEY_BUCKET, cache.positions)
     flat = positions_Bt.flatten()
     return Step(
-        slots_B=slots_B,
+        slots=slots_B,
         cache_rows=rows.flatten(),
         keys_read=keys_read,
-        hidden_BtL=torch.arange(keys_read) > positions_Bt[:, :, None],
-        cos_Nd=rope.cos[flat][:, None],
-        sin_Nd=rope.sin[flat][:, None],
+        hidden=torch.arange(keys_read) > positions_Bt[:, :, None],
+        cos=rope.cos[flat][:, None],
+        sin=rope.sin[flat][:, None],
         batch=len(slots),
         tokens=tokens,
     )
@@ -93,7 +95,11 @@ def forward(weights: Weights, cache: KvCache, step: Step, tokens_N: Tensor, rows
         attended = _attention(weights, layer, cache.keys[index], cache.values[index], step, x_ND)
         x_ND = _round(x_ND + layer.out(attended), rounds)
         inner = _rms_norm(x_ND, layer.post_norm, config.rms_eps, rounds)
-        mixed = _experts(config, layer.mlp, inner, rounds) if isinstance(layer.mlp, Experts) else _mlp(layer.mlp, inner, rounds)
+        mixed = (
+            _experts(config, layer.mlp, inner, rounds)
+            if isinstance(layer.mlp, Experts)
+            else _mlp(layer.mlp, inner, rounds)
+        )
         x_ND = _round(x_ND + mixed, rounds)
     if rows_R is not None:
         x_ND = x_ND[rows_R]
@@ -109,7 +115,7 @@ def full_logits(weights: Weights, sequences: Sequence[Sequence[int]]) -> list[Te
         weights.config, cache, Rope(weights.config, longest), range(len(sequences)), [0] * len(sequences), longest
     )
     padded = torch.tensor([[*sequence, *[0] * (longest - len(sequence))] for sequence in sequences])
-    logits = forward(weights, cache, step, padded.flatten(), None).unflatten(0, (len(sequences), longest))
+    logits = split(forward(weights, cache, step, padded.flatten(), None), 0, (len(sequences), longest))
     return [logits[index, : len(sequence)] for index, sequence in enumerate(sequences)]
 
 
@@ -128,22 +134,22 @@ def _attention(weights: Weights, layer: Layer, keys: Tensor, values: Tensor, ste
     """[N, D] -> [N, H * d]."""
     config, arithmetic = weights.config, weights.arithmetic
     rounds, dim, heads, kv_heads = not arithmetic.exact, config.head_dim, config.heads, config.kv_heads
-    qkv = layer.qkv(_rms_norm(x_ND, layer.input_norm, config.rms_eps, rounds)).unflatten(-1, (-1, dim))
+    qkv = split(layer.qkv(_rms_norm(x_ND, layer.input_norm, config.rms_eps, rounds)), -1, (-1, dim))
     qk, v_NJd = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
     if layer.qk_norm is not None:
         qk = _rms_norm(qk, layer.qk_norm, config.rms_eps, rounds)
-    qk = _round(qk * step.cos_Nd + qk.roll(dim // 2, -1) * step.sin_Nd, rounds)
+    qk = _round(qk * step.cos + qk.roll(dim // 2, -1) * step.sin, rounds)
     q_NHd, k_NJd = qk[:, :heads], qk[:, heads:]
     if arithmetic.fp8_kv and rounds:
         k_NJd, v_NJd = e4m3(k_NJd), e4m3(v_NJd)
     keys.view(-1, dim).index_copy_(0, step.cache_rows, k_NJd.reshape(-1, dim))
     values.view(-1, dim).index_copy_(0, step.cache_rows, v_NJd.reshape(-1, dim))
-    k_BJLd = keys[:, :, : step.keys_read].index_select(0, step.slots_B)
-    v_BJLd = values[:, :, : step.keys_read].index_select(0, step.slots_B)
+    k_BJLd = keys[:, :, : step.keys_read].index_select(0, step.slots)
+    v_BJLd = values[:, :, : step.keys_read].index_select(0, step.slots)
     group, batch, tokens = heads // kv_heads, step.batch, step.tokens
     q = (q_NHd * dim**-0.5).view(batch, tokens, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
     scores = q.reshape(batch, kv_heads, group * tokens, dim) @ k_BJLd.transpose(-1, -2)
-    grouped = scores.view(batch, kv_heads, group, tokens, -1).masked_fill_(step.hidden_BtL[:, None, None], float("-inf"))
+    grouped = scores.view(batch, kv_heads, group, tokens, -1).masked_fill_(step.hidden[:, None, None], float("-inf"))
     probabilities = grouped.softmax(-1).view_as(scores)
     if rounds and arithmetic.profile.bf16_probabilities:
         probabilities = bf16(probabilities)
@@ -165,7 +171,7 @@ def _experts(config: ModelConfig, experts: Experts, x_ND: Tensor, rounds: bool) 
     if experts.dense is None:
         return _sparse_experts(experts.each, x_ND, best, chosen, rounds)
     share_NE = torch.zeros_like(probabilities_NE).scatter_(1, chosen, best)
-    gate_up = experts.dense.gate_up(x_ND).unflatten(-1, (config.experts, 2, config.expert_size))
+    gate_up = split(experts.dense.gate_up(x_ND), -1, (config.experts, 2, config.expert_size))
     inner_NEF = _round(functional.silu(gate_up[:, :, 0]) * gate_up[:, :, 1], rounds)
     down = experts.dense.down
     y_END = down.accumulate(down.quantise(inner_NEF.transpose(0, 1)))
@@ -174,7 +180,7 @@ def _experts(config: ModelConfig, experts: Experts, x_ND: Tensor, rounds: bool) 
 
 def _sparse_experts(each: tuple[Mlp, ...], x_ND: Tensor, best_Nk: Tensor, chosen_Nk: Tensor, rounds: bool) -> Tensor:
     total = torch.zeros_like(x_ND)
-    for expert in chosen_Nk.unique().tolist():
+    for expert in sorted(set(chosen_Nk.flatten().tolist())):
         rows, rank = (chosen_Nk == expert).nonzero(as_tuple=True)
         mlp = each[expert]
         gate, up = mlp.gate_up(x_ND[rows]).chunk(2, -1)

@@ -81,6 +81,12 @@ def arithmetic_for(gpu_type: str, kv_cache_precision: str, *, fp32_head: bool = 
     return Arithmetic(Compute.BF16, kv_cache_precision == "FP8", profile)
 
 
+def split(x: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
+    """torch's unflatten, which has no types."""
+    found: Tensor = x.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
+    return found
+
+
 def bf16(x: Tensor) -> Tensor:
     """Rounds to the nearest BF16, ties to even; stays float32."""
     return x.bfloat16().float()
@@ -98,7 +104,7 @@ def quantise_fp8(x: Tensor) -> Tensor:
         return _fp8_groups(x)
     pad = -width % FP8_GROUP
     padded = functional.pad(x, (0, pad)) if pad else x
-    grouped = _fp8_groups(padded.unflatten(-1, (-1, FP8_GROUP))).flatten(-2)
+    grouped = _fp8_groups(split(padded, -1, (-1, FP8_GROUP))).flatten(-2)
     return grouped[..., :width] if pad else grouped
 
 
@@ -124,7 +130,7 @@ def quantise_nvfp4(x: Tensor, input_scale: float = 1.0) -> Tensor:
     """
     if x.shape[-1] % NVFP4_BLOCK:
         raise ValueError(f"NVFP4 needs a width divisible by {NVFP4_BLOCK}, got {x.shape[-1]}")
-    blocks = x.unflatten(-1, (-1, NVFP4_BLOCK))
+    blocks = split(x, -1, (-1, NVFP4_BLOCK))
     scale = blocks.abs().amax(-1, keepdim=True).div_(E2M1_MAX * input_scale).clamp_(E4M3_MIN, E4M3_MAX)
     scale = scale.to(torch.float8_e4m3fn).float().mul_(input_scale)
     return e2m1(blocks / scale).mul_(scale).flatten(-2)
@@ -143,7 +149,7 @@ class Linear:
         self.pieces = pieces
         w_KO = w_OK.transpose(-1, -2).contiguous()
         # [pieces, (E,) K / pieces, O], so that a batched product needs no copy of the weights at each step.
-        self.weight = w_KO if pieces == 1 else w_KO.unflatten(-2, (pieces, -1)).movedim(-3, 0).contiguous()
+        self.weight = w_KO if pieces == 1 else split(w_KO, -2, (pieces, -1)).movedim(-3, 0).contiguous()
 
     def quantise(self, x: Tensor) -> Tensor:
         """Activations as this layer's kernel sees them; the caller shares the result between layers that read the same x."""
@@ -159,7 +165,7 @@ class Linear:
         """The product of quantised activations, not yet rounded: [N, K] -> [N, O], or [E, N, K] -> [E, N, O]."""
         if self.pieces == 1:
             return x @ self.weight
-        partial = x.unflatten(-1, (self.pieces, -1)).movedim(-2, 0) @ self.weight
+        partial = split(x, -1, (self.pieces, -1)).movedim(-2, 0) @ self.weight
         if self.bf16_partials:
             partial = bf16(partial)
         return partial.sum(0)

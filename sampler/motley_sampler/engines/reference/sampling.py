@@ -22,13 +22,13 @@ GREEDY_TEMPERATURE = 1.0  # of the log-probs reported for greedy requests, as SG
 class Draw:
     """One drawn token per sequence. Candidates are sorted by falling probability."""
 
-    tokens_B: list[int]
-    logprobs_B: list[float]  # of logits / temperature, before the filters: SGLang's output_token_logprobs
-    support_logprobs_B: list[float]  # of q
-    ids_BC: list[list[int]]  # a row per sequence: its candidates, empty unless wanted
-    support_logprobs_BC: list[list[float]]
-    top_BK: list[list[tuple[float, int]]]  # best log-probs before the filters, with their ids
-    finite_B: list[bool]  # False: the logits held NaN or infinity, and the draw means nothing
+    tokens: list[int]  # [B]
+    logprobs: list[float]  # [B] of logits / temperature, before the filters: SGLang's output_token_logprobs
+    support_logprobs: list[float]  # [B] of q
+    candidate_ids: list[list[int]]  # a row per sequence: its candidates, empty unless wanted
+    candidate_logprobs: list[list[float]]  # of q
+    top: list[list[tuple[float, int]]]  # best log-probs before the filters, with their ids
+    finite: list[bool]  # [B]; False: the logits held NaN or infinity, and the draw means nothing
 
 
 @dataclass(frozen=True)
@@ -51,31 +51,31 @@ class Filter:
 class FilterBatch:
     """The filters of a batch as tensors; made once per change of the batch, not per step."""
 
-    temperature_B1: Tensor
-    top_p_B1: Tensor
-    top_k_B1: Tensor
+    temperature: Tensor  # [B, 1]
+    top_p: Tensor  # [B, 1]
+    top_k: Tensor  # [B, 1]
     columns: int  # C
 
     @classmethod
     def of(cls, filters: Sequence[Filter], vocab_size: int) -> FilterBatch:
         return cls(
-            temperature_B1=torch.tensor([[f.temperature if f.temperature else GREEDY_TEMPERATURE] for f in filters]),
-            top_p_B1=torch.tensor([[f.top_p] for f in filters]),
-            top_k_B1=torch.tensor([[f.kept_at_most(vocab_size)] for f in filters]),
+            temperature=torch.tensor([[f.temperature if f.temperature else GREEDY_TEMPERATURE] for f in filters]),
+            top_p=torch.tensor([[f.top_p] for f in filters]),
+            top_k=torch.tensor([[f.kept_at_most(vocab_size)] for f in filters]),
             columns=max(f.kept_at_most(vocab_size) for f in filters),
         )
 
 
 def distribution(logits_BV: Tensor, batch: FilterBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(log-probs before the filters [B, V], ids [B, C], probabilities before renormalisation [B, C] with 0 outside, counts [B])."""
-    logp_BV = (logits_BV / batch.temperature_B1).log_softmax(-1)
+    logp_BV = (logits_BV / batch.temperature).log_softmax(-1)
     if batch.columns < logp_BV.shape[-1]:
         sorted_BC, ids_BC = logp_BV.topk(batch.columns, -1)
     else:
-        sorted_BC, ids_BC = logp_BV.sort(-1, descending=True, stable=True)
+        sorted_BC, ids_BC = logp_BV.sort(stable=True, dim=-1, descending=True)
     p_BC = sorted_BC.exp()
     before_BC = p_BC.cumsum(-1).sub_(p_BC)
-    keep_BC = (before_BC <= batch.top_p_B1).logical_and_(torch.arange(batch.columns) < batch.top_k_B1)
+    keep_BC = (before_BC <= batch.top_p).logical_and_(torch.arange(batch.columns) < batch.top_k)
     return logp_BV, ids_BC, p_BC.mul_(keep_BC), keep_BC.sum(-1)
 
 
@@ -98,13 +98,13 @@ def draw(
     counts = [count if wanted else 0 for count, wanted in zip(counts_B.tolist(), wanted_B, strict=True)]
     width = max(counts)
     return Draw(
-        tokens_B=token_B1[:, 0].tolist(),
-        logprobs_B=logp_BV.gather(1, token_B1)[:, 0].tolist(),
-        support_logprobs_B=support_BC.gather(1, rank_B1)[:, 0].tolist(),
-        ids_BC=_ragged(ids_BC[:, :width], counts),
-        support_logprobs_BC=_ragged(support_BC[:, :width], counts),
-        top_BK=_best(logp_BV, top),
-        finite_B=logp_BV[:, 0].isfinite().tolist(),
+        tokens=token_B1[:, 0].tolist(),
+        logprobs=logp_BV.gather(1, token_B1)[:, 0].tolist(),
+        support_logprobs=support_BC.gather(1, rank_B1)[:, 0].tolist(),
+        candidate_ids=_ragged(ids_BC[:, :width], counts),
+        candidate_logprobs=_ragged(support_BC[:, :width], counts),
+        top=_best(logp_BV, top),
+        finite=logp_BV[:, 0].isfinite().tolist(),
     )
 
 

@@ -62,7 +62,14 @@ class Scheduler:
     """Owns the weights in use, the KV cache, and the sequences. Every method is called from one thread."""
 
     def __init__(
-        self, weights: Weights, version: int, *, slots: int, max_running: int, context_length: int, prefill_tokens: int = 512
+        self,
+        weights: Weights,
+        version: int,
+        *,
+        slots: int,
+        max_running: int,
+        context_length: int,
+        prefill_tokens: int = 512,
     ) -> None:
         """prefill_tokens: most prompt tokens of one step, padding included; a longer prompt is taken in pieces."""
         self.weights, self.version = weights, version
@@ -75,6 +82,7 @@ class Scheduler:
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
         self.totals = Totals()
+        self._progressed: list[Running] = []  # told at the end of the step, when the books are right again
         self._filters: tuple[list[Running], FilterBatch] | None = None
 
     @property
@@ -92,7 +100,7 @@ class Scheduler:
     def abort(self, matches: Callable[[Running], bool], message: str) -> None:
         for sequence in [s for s in (*self.waiting, *self.running) if matches(s)]:
             self._finish(sequence, {"type": "abort", "message": message, "status_code": None, "err_type": None})
-        self._drop_finished()
+        self._settle()
 
     def step(self) -> None:
         """One prefill piece if any is due, then one token of every sequence that is past its prompt."""
@@ -103,7 +111,7 @@ class Scheduler:
         decoding = [s for s in self.running if s.finish is None and s.pending == 1]
         if decoding:
             self._run(decoding, 1)
-        self._drop_finished()
+        self._settle()
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.max_running:
@@ -200,11 +208,13 @@ class Scheduler:
             self._append(sequence, drawn, index)
 
     def _append(self, sequence: Running, drawn: Draw, index: int) -> None:
-        if not drawn.finite_B[index]:
+        if not drawn.finite[index]:
             message = f"the model's logits are not finite under weights version {self.version}"
-            self._finish(sequence, {"type": "abort", "message": message, "status_code": 500, "err_type": "NonFiniteLogits"})
+            self._finish(
+                sequence, {"type": "abort", "message": message, "status_code": 500, "err_type": "NonFiniteLogits"}
+            )
             return
-        request, token = sequence.request, drawn.tokens_B[index]
+        request, token = sequence.request, drawn.tokens[index]
         position = len(sequence.tokens) - len(request.input_ids)
         sequence.tokens.append(token)
         if sequence.spans and sequence.spans[-1][0] == self.version:
@@ -212,13 +222,13 @@ class Scheduler:
         else:
             sequence.spans.append((self.version, position, position + 1))
         if request.return_logprob:
-            sequence.logprobs.append(drawn.logprobs_B[index])
+            sequence.logprobs.append(drawn.logprobs[index])
             if request.top_logprobs_num:
-                sequence.top.append(drawn.top_BK[index][: request.top_logprobs_num])
+                sequence.top.append(drawn.top[index][: request.top_logprobs_num])
         if request.return_sampling_mask:
-            sequence.support_ids.append(drawn.ids_BC[index])
+            sequence.support_ids.append(drawn.candidate_ids[index])
             sequence.support_logprobs.append(
-                drawn.support_logprobs_BC[index] if request.support_logprobs else drawn.support_logprobs_B[index]
+                drawn.candidate_logprobs[index] if request.support_logprobs else drawn.support_logprobs[index]
             )
         sampling = request.sampling
         ends = () if sampling.ignore_eos else self.weights.config.eos_ids
@@ -227,7 +237,7 @@ class Scheduler:
         elif position + 1 >= sampling.max_new_tokens:
             self._finish(sequence, {"type": "length", "length": position + 1})
         elif request.stream:
-            sequence.on_progress(sequence)
+            self._progressed.append(sequence)
 
     def _finish(self, sequence: Running, reason: dict[str, Any]) -> None:
         sequence.finish = reason
@@ -238,13 +248,17 @@ class Scheduler:
             self.totals.prompt_tokens += len(sequence.request.input_ids)
             self.totals.cached_tokens += sequence.cached
             self.totals.generated_tokens += len(sequence.output_ids)
-        sequence.on_progress(sequence)
+        self._progressed.append(sequence)
 
-    def _drop_finished(self) -> None:
+    def _settle(self) -> None:
+        """Drops what finished, then tells those who wait."""
         if any(s.finish is not None for s in self.running):
             self.running = [s for s in self.running if s.finish is None]
         if any(s.finish is not None for s in self.waiting):
             self.waiting = deque(s for s in self.waiting if s.finish is None)
+        progressed, self._progressed = self._progressed, []
+        for sequence in progressed:
+            sequence.on_progress(sequence)
 
 
 def _slot(sequence: Running) -> Slot:
@@ -267,6 +281,3 @@ def make_running(
         filter=Filter(sampling.temperature, sampling.top_p, sampling.top_k),
         counted=counted,
     )
-
-
-

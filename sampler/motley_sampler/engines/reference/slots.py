@@ -39,7 +39,9 @@ class SlotTable:
         self.positions = positions
         self._clock = 0
 
-    def place(self, prompt: Sequence[int], *, version: int, cache_key: str, session: str, reuse_at_most: int) -> Placement | None:
+    def place(
+        self, prompt: Sequence[int], *, version: int, cache_key: str, session: str, reuse_at_most: int
+    ) -> Placement | None:
         """A slot for a request, or None when all are busy. Marks it busy.
 
         reuse_at_most: positions whose logits are needed may not come from the cache; always less than the prompt's length.
@@ -50,10 +52,11 @@ class SlotTable:
         best, cached = self._longest_prefix(prompt, version, cache_key, session, reuse_at_most)
         # In place when nothing of another session's is lost by it; else beside it, in the slot that was idle longest.
         in_place = best is not None and not best.busy and (best.session == session or cached == len(best.tokens))
-        if in_place and best is not None:
-            target = best
-        else:
-            target = min(idle, key=lambda slot: (bool(slot.tokens), slot.used_at, slot.index))
+        target = (
+            best
+            if best is not None and in_place
+            else min(idle, key=lambda slot: (bool(slot.tokens), slot.used_at, slot.index))
+        )
         self._clock += 1
         copy_from = None if target is best or cached == 0 else best
         target.tokens = list(prompt[:cached])
@@ -73,7 +76,9 @@ class SlotTable:
         shared = [(length, slot) for length, slot in found if length > 0]
         if not shared:
             return None, 0
-        length, slot = max(shared, key=lambda pair: (pair[0], pair[1].session == session, not pair[1].busy, -pair[1].index))
+        length, slot = max(
+            shared, key=lambda pair: (pair[0], pair[1].session == session, not pair[1].busy, -pair[1].index)
+        )
         return slot, length
 
     def release(self, slot: Slot) -> None:

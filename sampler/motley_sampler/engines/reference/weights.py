@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
-
 from motley_api.keys import VIEW_BF16, VIEW_FP8, VIEW_NVFP4
-from motley_sampler.engines.reference.config import ModelConfig, read_config
-from motley_sampler.engines.reference.precision import Arithmetic, Linear, Quant
 from motley_weights.codecs import decode, is_quantised
 from motley_weights.errors import CheckpointError
+from torch import Tensor
+
+from motley_sampler.engines.reference.config import ModelConfig, read_config
+from motley_sampler.engines.reference.precision import Arithmetic, Linear, Quant
 
 QUANT_OF_VIEW = {VIEW_BF16: Quant.NONE, VIEW_FP8: Quant.FP8, VIEW_NVFP4: Quant.NVFP4}
 DENSE_EXPERTS_MAX = 16  # up to here all experts are computed for every token: one product beats a loop over experts
@@ -82,10 +82,7 @@ def load_weights(folder: Path, arithmetic: Arithmetic) -> Weights:
 def build_weights(config: ModelConfig, arithmetic: Arithmetic, stored: Mapping[str, Tensor]) -> Weights:
     source = _Source(config, arithmetic, stored)
     embedding = source.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-    if config.tied_head:
-        head = embedding
-    else:
-        head = source.take("lm_head.weight", config.vocab_size, config.hidden_size)
+    head = embedding if config.tied_head else source.take("lm_head.weight", config.vocab_size, config.hidden_size)
     return Weights(
         config=config,
         arithmetic=arithmetic,
@@ -113,7 +110,9 @@ class _Source:
             raise CheckpointError(f"{name}: shape must be {shape} by config.json, got {tuple(tensor.shape)}")
         return tensor
 
-    def linear(self, names_and_rows: list[tuple[str, int]], width: int, *, stack: Callable[[list[Tensor]], Tensor] = torch.cat) -> Linear:
+    def linear(
+        self, names_and_rows: list[tuple[str, int]], width: int, *, stack: Callable[[list[Tensor]], Tensor] = torch.cat
+    ) -> Linear:
         """Matrices [rows, width] under one another (or stacked), as one layer."""
         names = [name for name, _ in names_and_rows]
         parts = [self.take(name, rows, width) for name, rows in names_and_rows]
@@ -146,7 +145,9 @@ def _layer(source: _Source, config: ModelConfig, index: int) -> Layer:
 def _mlp(source: _Source, config: ModelConfig, prefix: str, size: int | None = None) -> Mlp:
     inner = size or config.intermediate_size
     return Mlp(
-        gate_up=source.linear([(prefix + "gate_proj.weight", inner), (prefix + "up_proj.weight", inner)], config.hidden_size),
+        gate_up=source.linear(
+            [(prefix + "gate_proj.weight", inner), (prefix + "up_proj.weight", inner)], config.hidden_size
+        ),
         down=source.linear([(prefix + "down_proj.weight", config.hidden_size)], inner),
     )
 

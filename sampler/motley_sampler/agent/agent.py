@@ -1,0 +1,247 @@
+"""The agent's loop: look at the view's pointer, pull, apply, prove, advertise; and the way out, by drain or by giving up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from motley_api.records import EngineState
+from motley_weights.errors import WeightsError
+
+from motley_sampler.agent import conformance
+from motley_sampler.agent.conformance import Oracle, Tolerance, Verdict
+from motley_sampler.agent.sessions import SessionBook
+from motley_sampler.agent.settings import Settings
+from motley_sampler.agent.standing import Standing, engine_state
+from motley_sampler.agent.views import Identity, Move, ViewSource, decide
+from motley_sampler.engines.protocol import BadRequest, Engine, EngineError, Json, Unavailable
+
+log = logging.getLogger("motley.sampler")
+
+EXIT_OK, EXIT_GAVE_UP = 0, 3
+
+
+class Agent:
+    """One engine, one view. `run` returns the process's exit code."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine: Engine,
+        source: ViewSource,
+        oracle: Callable[[Path], Oracle],
+        tolerance: Tolerance,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        nonce: Callable[[], str] = lambda: secrets.token_hex(4),
+    ) -> None:
+        self.settings, self.engine, self._source = settings, engine, source
+        self._oracle, self._tolerance = oracle, tolerance
+        self._clock, self._nonce = clock, nonce
+        self.standing = Standing()
+        self.sessions = SessionBook()
+        self.in_flight = 0  # /generate calls that have not been answered
+        self._started = False
+        self._verdicts = asyncio.Condition()
+        self._leaving = asyncio.Event()
+        self._applying = asyncio.Lock()
+        self._store_trouble = ""
+
+    # --- what others see ------------------------------------------------------------------------------------------
+
+    def state(self) -> EngineState:
+        settings = self.settings
+        return engine_state(
+            self.standing,
+            self.engine.load(),
+            engine_id=settings.engine_id,
+            group=settings.group,
+            view=settings.view,
+            url=settings.url,
+            max_sessions=settings.spec.sessions_per_engine,
+            stalled_s=self.stalled_s(),
+            hang_s=settings.hang_s,
+        )
+
+    def stalled_s(self) -> float:
+        """An engine that has not started cannot hang."""
+        return self.engine.stalled_s() if self._started else 0.0
+
+    def alive(self) -> bool:
+        return self.stalled_s() < self.settings.hang_s and self.engine.failed() is None
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        """Until it drained, gave up, or the engine failed."""
+        try:
+            while not self._leaving.is_set():
+                if (failure := self.engine.failed()) is not None:
+                    log.error("event=engine_failed reason=%r", failure)
+                    return EXIT_GAVE_UP
+                await self.look()
+                if self.standing.failures >= self.settings.max_failures:
+                    log.error("event=gave_up reason=%s message=%r", self.standing.reason, self.standing.message)
+                    return EXIT_GAVE_UP
+                await self._pause(self.settings.retry_s if self.standing.failures else self.settings.poll_s)
+            await self._drain()
+            return EXIT_OK
+        finally:
+            await self.engine.stop()
+
+    async def look(self) -> None:
+        """One look at the pointer, and all that follows from it."""
+        try:
+            pointed = await asyncio.to_thread(self._source.pointed)
+        except (WeightsError, OSError) as error:
+            self._say_store_trouble(f"{type(error).__name__}: {error}")
+            return
+        self._say_store_trouble("")
+        move = decide(self.standing.advertised, pointed)
+        # A failed version is loaded again even when the pointer still names what was advertised before.
+        if pointed is None or (move is Move.STAY and not self.standing.failures):
+            return
+        async with self._applying:
+            await self._bring(pointed, move)
+
+    async def _bring(self, pointed: Identity, move: Move) -> None:
+        standing = self.standing
+        if move is Move.REWIND:
+            log.warning("event=rewind served=%d pointed=%d", standing.version, pointed.version)
+            standing.reason, standing.message = "Rewinding", f"the run went back to version {pointed.version}"
+            standing.prompt_logprobs = None
+        try:
+            folder, identity = await asyncio.to_thread(self._source.pull, pointed.version, fresh=standing.failures > 0)
+        except (WeightsError, OSError) as error:
+            self._say_store_trouble(f"{type(error).__name__}: {error}")
+            return
+        await self._apply(folder, identity)
+
+    async def apply_folder(self, folder: Path, version: int) -> Verdict:
+        """A view folder that someone else put here (POST /update_weights_from_disk), under the same proof."""
+        if version < self.standing.version:
+            raise BadRequest(f"weight_version must be at least the served {self.standing.version}, got {version}")
+        async with self._applying:
+            return await self._apply(folder, Identity(version, ""))
+
+    async def _apply(self, folder: Path, identity: Identity) -> Verdict:
+        """Load, prove, advertise. Nothing drawn from the version goes out before its verdict."""
+        standing, version = self.standing, identity.version
+        standing.applying(version)
+        try:
+            if self._started:
+                await self.engine.update(folder, version)
+            else:
+                await self.engine.start(folder, version)
+                self._started = True
+            verdict = await conformance.run(
+                self.engine,
+                self._oracle(folder),
+                version=version,
+                nonce=self._nonce(),
+                tolerance=self._tolerance,
+                previous=standing.prompt_logprobs if version != standing.version else None,
+            )
+        except (EngineError, WeightsError, OSError) as error:
+            verdict = Verdict("LoadFailed", str(error), None, conformance.Mode.UNKNOWN)
+        if verdict.passed:
+            standing.passed(identity, folder, verdict)
+            log.info("event=advertised version=%d canary_max_abs_diff=%.6f", version, verdict.max_abs_diff or 0.0)
+            await asyncio.to_thread(self._source.prune, folder, self.settings.keep_versions)
+        else:
+            standing.refused(verdict.reason, verdict.message, verdict)
+            log.error(
+                "event=refused version=%d reason=%s failures=%d message=%r",
+                version,
+                verdict.reason,
+                standing.failures,
+                verdict.message,
+            )
+        async with self._verdicts:
+            self._verdicts.notify_all()
+        return verdict
+
+    def _say_store_trouble(self, trouble: str) -> None:
+        """Once per change; what is served goes on being served."""
+        if trouble != self._store_trouble:
+            log.warning("event=store_trouble message=%r", trouble) if trouble else log.info("event=store_well")
+            self._store_trouble = trouble
+            if self.standing.advertised is None:
+                self.standing.message = trouble
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def admit(self, session: str, min_version: int) -> int | None:
+        """None: go on. Else the served version, which is too old (409). Raises Unavailable when not serving (503)."""
+        standing = self.standing
+        if standing.draining and not (session and self.sessions.knows(session)):
+            raise Unavailable("Draining: no new sessions here")
+        if standing.advertised is None or standing.reason:
+            raise Unavailable(f"{standing.reason or 'Loading'}: {standing.message}".rstrip(": "))
+        if not self.alive():
+            raise Unavailable("Hung: the engine makes no progress")
+        if min_version > standing.version:
+            return standing.version
+        self.sessions.touch(session, self._clock())
+        return None
+
+    def admit_again(self, session: str) -> None:
+        """A turn ended: the session was heard of just now, however long the turn took."""
+        if session and self.sessions.knows(session):
+            self.sessions.touch(session, self._clock())
+
+    async def close_session(self, session: str) -> None:
+        self.sessions.forget(session)
+        if self._started:
+            await self.engine.close_session(session)
+
+    async def release(self, reply: Json) -> Json:
+        """The reply, once every version in it is proven. Raises Unavailable when one was found wrong: the tokens are void."""
+        versions = {int(span["version"]) for span in reply["meta_info"]["weight_versions"]}
+        standing = self.standing
+        async with self._verdicts:
+            await self._verdicts.wait_for(lambda: versions <= standing.proven or bool(standing.reason))
+        if not versions <= standing.proven:
+            raise Unavailable(f"{standing.reason}: tokens drawn from an unproven version are void")
+        return self._stamp(reply, versions)
+
+    def _stamp(self, reply: Json, versions: set[int]) -> Json:
+        spans = reply["meta_info"]["weight_versions"]
+        reply["meta_info"] |= {
+            "start_version": int(spans[0]["version"]),
+            "end_version": int(spans[-1]["version"]),
+            "group": self.settings.group,
+            "view": self.settings.view,
+            "engine": self.settings.engine_id,
+        }
+        return reply
+
+    # --- the way out ----------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Start to drain. Idempotent."""
+        if not self.standing.draining:
+            log.info("event=draining seconds=%d", self.settings.spec.drain_seconds)
+        self.standing.draining = True
+        self._leaving.set()
+
+    async def _drain(self) -> None:
+        """Known sessions go on until each was idle for session_idle_s, or drainSeconds are over. New weights still come."""
+        deadline = self._clock() + self.settings.spec.drain_seconds
+        while self._clock() < deadline:
+            busy = self.in_flight or self.sessions.active(self._clock(), self.settings.session_idle_s)
+            if not busy or self.engine.failed() is not None:
+                break
+            await self.look()
+            await asyncio.sleep(min(self.settings.poll_s, max(0.0, deadline - self._clock())))
+        log.info("event=drained in_flight=%d", self.in_flight)
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._leaving.wait(), seconds)
+        except TimeoutError:
+            return

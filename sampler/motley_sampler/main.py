@@ -1,0 +1,65 @@
+"""`motley sampler`: one engine behind its agent, configured by the environment (motley_api.keys.ENV_*)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+
+from aiohttp import web
+
+from motley_sampler.agent import heartbeat
+from motley_sampler.agent.agent import Agent
+from motley_sampler.agent.build import build_agent
+from motley_sampler.agent.http import make_app
+from motley_sampler.agent.settings import Settings, SettingsError, from_env
+
+log = logging.getLogger("motley.sampler")
+EXIT_MISCONFIGURED = 2
+
+
+async def serve(agent: Agent) -> int:
+    """Serves, beats and follows the view until the agent's loop ends; returns its exit code."""
+    settings = agent.settings
+    # handler_cancellation: a client that goes away frees its slot.
+    runner = web.AppRunner(make_app(agent), handler_cancellation=True, access_log=None, shutdown_timeout=5.0)
+    await runner.setup()
+    await web.TCPSite(runner, settings.address, settings.port).start()
+    log.info("event=serving url=%s group=%s view=%s", settings.url, settings.group, settings.view)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, agent.leave)
+    beating = asyncio.create_task(heartbeat.run(agent))
+    try:
+        return await agent.run()
+    finally:
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+        await runner.cleanup()
+
+
+def run(settings: Settings) -> int:
+    async def main() -> int:
+        return await serve(build_agent(settings))
+
+    return asyncio.run(main())
+
+
+def main() -> None:
+    """Entry point of `motley sampler`."""
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="time=%(asctime)s level=%(levelname)s logger=%(name)s %(message)s"
+    )
+    try:
+        settings = from_env(os.environ)
+        code = run(settings)
+    except SettingsError as error:
+        log.error("event=misconfigured message=%r", str(error))
+        code = EXIT_MISCONFIGURED
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from engine import tiny
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> Iterator[None]:
+    torch.set_num_threads(1)
+    yield
+
+
+@pytest.fixture(scope="session")
+def views(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One random MoE model in every view."""
+    config = tiny.moe_config()
+    weights = tiny.tensors(config)
+    root = tmp_path_factory.mktemp("views")
+    return {view: tiny.write_view(root / view, view, config, weights) for view in ("bf16", "fp8", "nvfp4")}
