@@ -33,6 +33,14 @@ PORT_RETRIES = 3
 ADMIN_USER = "motley-local-admin"
 FIRST_SLOT_OCTET = 64
 LAST_SLOT_OCTET = 252
+# Endpoints refuse loopback addresses, so theirs would only fail; the others have nothing to do here.
+CONTROLLERS_OFF = (
+    "endpoints-controller",
+    "endpointslice-controller",
+    "endpointslice-mirroring-controller",
+    "horizontal-pod-autoscaler-controller",
+    "persistentvolume-attach-detach-controller",
+)
 
 
 @dataclass(frozen=True)
@@ -132,6 +140,7 @@ class Settings:
     etcd_client_port: int
     etcd_peer_port: int
     full: bool
+    node_monitor_grace_s: int
 
     @property
     def server(self) -> str:
@@ -212,11 +221,11 @@ def controller_manager_flags(settings: Settings) -> list[str]:
         "--profiling=false",
         f"--service-account-private-key-file={settings.service_account_key_path}",
         f"--root-ca-file={settings.ca_path}",
-        "--controllers=*,-persistentvolume-attach-detach-controller,-horizontal-pod-autoscaler-controller",
+        f"--controllers=*,{','.join(f'-{name}' for name in CONTROLLERS_OFF)}",
         "--kube-api-qps=100",
         "--kube-api-burst=200",
         "--node-monitor-period=1s",
-        "--node-monitor-grace-period=8s",
+        f"--node-monitor-grace-period={settings.node_monitor_grace_s}s",
         "--node-eviction-rate=10",
     ]
 
@@ -224,8 +233,9 @@ def controller_manager_flags(settings: Settings) -> list[str]:
 class ControlPlane:
     """A control plane that runs from ``start`` to ``stop``; a context manager. Start it from the main thread."""
 
-    def __init__(self, folder: Path, binaries: ControlPlaneBinaries) -> None:
+    def __init__(self, folder: Path, binaries: ControlPlaneBinaries, *, node_monitor_grace_s: int = 12) -> None:
         self.folder = folder.absolute()
+        self.node_monitor_grace_s = node_monitor_grace_s
         self.binaries = binaries
         self.children: list[Child] = []
         self.settings: Settings | None = None
@@ -295,7 +305,7 @@ class ControlPlane:
         self.folder.chmod(0o700)
         (self.folder / "etcd").mkdir(mode=0o700)
         api_port, client_port, peer_port = free_ports(3)
-        settings = Settings(self.folder, slot, api_port, client_port, peer_port, self.full)
+        settings = Settings(self.folder, slot, api_port, client_port, peer_port, self.full, self.node_monitor_grace_s)
         self.settings = settings
         write_private(settings.service_account_key_path, new_p256_key_pem())
         write_private(settings.tokens_path, f'{self.token},{ADMIN_USER},1,"system:masters"\n')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -95,10 +96,8 @@ class Child:
         """SIGTERM, then SIGKILL after the grace; with no grace SIGKILL at once. Returns when it is gone."""
         if self.process.poll() is None and grace_s > 0:
             self.process.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=grace_s)
-            except subprocess.TimeoutExpired:
-                pass
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -144,3 +143,13 @@ def rss_mib(pids: Sequence[int]) -> float:
         except OSError:
             continue
     return pages * _PAGE_KIB / 1024
+
+
+def process_start_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None when it is gone or only a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            fields = stat.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])

@@ -1,1 +1,3 @@
-from motley_local.testing import api_server, control_plane, full_namespace, namespace  # noqa: F401
+from motley_local.testing import full_namespace
+
+__all__ = ["full_namespace"]
