@@ -148,6 +148,18 @@ def test_a_suspect_engine_gets_no_new_session_until_it_is_heard_of_again_and_kee
     assert placed(table, "s4", now_s=LATER_S + 1).engine == "a"
 
 
+def test_an_engine_whose_preemptions_grow_is_passed_over_until_they_have_stood_still_for_a_while() -> None:
+    table = table_with(state("a", preemptions=5), state("b"))
+    placed(table, "on-a")
+    table.hear(state("a", preemptions=6), now_s=LATER_S + 1)
+    assert [placed(table, f"s{n}", now_s=LATER_S + 1).engine for n in range(3)] == ["b", "b", "b"]
+    for second in range(2, 11):  # the count stands still from now on
+        table.hear(state("a", preemptions=6), now_s=LATER_S + second)
+        table.hear(state("b"), now_s=LATER_S + second)
+    assert placed(table, "s3", now_s=LATER_S + 10.9).engine == "b"
+    assert placed(table, "s4", now_s=LATER_S + 11).engine == "a"
+
+
 def test_an_engine_that_says_goodbye_has_its_sessions_moved_at_once() -> None:
     table = table_with(state("a"), state("b"))
     lease = placed(table, "s")

@@ -126,6 +126,9 @@ class Router:
             if known is not None:
                 self._tell_moves([Move(known, None)])
             raise RequestError(404, "SessionLost", f"group {lease.group!r} has no engine for session {lease.session!r}")
+        if request.query.get("unreachable") == renewed.engine:
+            self.table.suspect(renewed.engine)
+            renewed = self.table.avoid(lease.session, now_s=self.clock()) or renewed
         self.metrics.renewals.inc()
         if known is None:
             self.metrics.relearned.labels(renewed.group).inc()
