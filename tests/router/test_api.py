@@ -6,6 +6,7 @@ import asyncio
 import os
 import pathlib
 import signal
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -331,3 +332,13 @@ async def test_the_command_serves_on_its_pods_address_and_stops_on_sigterm(tmp_p
     assert process.returncode == 0
     assert b"event=start" in errors
     assert b"event=stop" in errors
+
+
+def test_the_router_starts_without_torch_and_reads_tokenizers_only_when_somebody_chats() -> None:
+    code = "import sys, motley_sampler.router.main; print(*sys.modules, sep='\\n')"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    modules = subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
+    ).stdout.split()
+    assert "aiohttp" in modules
+    assert not {"torch", "transformers", "numpy", "tokenizers", "jinja2", "fsspec", "pydantic"} & set(modules)
