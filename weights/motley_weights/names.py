@@ -89,7 +89,7 @@ class ModelShape:
                 f"config.json num_key_value_heads: must divide num_attention_heads {heads}, got {kv_heads}"
             )
         rope_theta, rope_scaling = _rope(config)
-        experts = _positive(config, "num_experts") if may_have_experts else 0
+        experts = _positive(config, "num_experts", "num_local_experts") if may_have_experts else 0
         return cls(
             architecture=architecture,
             layers=layers,
@@ -390,8 +390,9 @@ def _expected_shape(shape: ModelShape, hf_name: str) -> tuple[int, ...] | None:
     return {**_attention_shapes(shape), **_mlp_shapes("mlp.", shape.hidden, shape.ffn_hidden)}.get(inner)
 
 
-def _positive(config: Mapping[str, Any], field: str) -> int:
-    value = config.get(field)
+def _positive(config: Mapping[str, Any], field: str, newer_name: str = "") -> int:
+    """A size under its name, or under the one that newer versions of transformers write."""
+    value = config.get(field, config.get(newer_name))
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise NamesError(f"config.json {field}: must be a positive integer, got {value!r}")
     return value

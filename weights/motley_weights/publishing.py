@@ -163,13 +163,16 @@ class ViewWriter:
                 self._store(name, [new])
 
     def _delta(self, name: str, new: memoryview) -> bytes | None:
-        """Against the same file of the version before; None when that is not in the cache as it was published."""
+        """Against the same file of the version before; None when that is not in the cache exactly as it was published:
+        readers could not use such a delta."""
         if self._base is None or name not in self._base.manifest.files:
             return None
         path = self._base.folder / name
-        if not path.is_file() or path.stat().st_size != self._base.manifest.files[name].size:
+        if not path.is_file() or path.stat().st_size == 0:
             return None
         with _mapped(path) as old:
+            if FileEntry(len(old), hashlib.sha256(old).hexdigest()) != self._base.manifest.files[name]:
+                return None
             return delta.encode(old, new)
 
     def _store(self, name: str, chunks: Iterable[Chunk]) -> FileEntry:
