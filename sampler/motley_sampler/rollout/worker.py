@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
+import uuid
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -27,6 +28,9 @@ from motley_sampler.tasks.format import Task, load_tasks
 
 ASK_TIMEOUT_S = 35.0
 IDLE_WAIT_S = 1.0  # without a Retry-After
+BUSY_ASK_S = (
+    15.0  # a worker without a free session still shows that it lives: the trainer deals its work anew otherwise
+)
 CAPACITY_EVERY_S = 10.0
 SPOOL_BYTES = 256 << 20  # past this, or four deliveries per session, no new work is asked for
 _SCRATCH_LEFTOVERS = ("root-*", "episode-*", "grade-*", "probe-*")
@@ -46,6 +50,12 @@ class Worker:
     _freed: asyncio.Event = field(default_factory=asyncio.Event)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _capacity_read_s: float = float("-inf")
+    _asked_s: float = float("-inf")
+    _name: str = ""
+
+    def __post_init__(self) -> None:
+        # A restarted worker is another one: what its predecessor was dealt is not being worked on any more.
+        self._name = f"{self.settings.worker}/{uuid.uuid4().hex[:8]}"
 
     async def run(self) -> None:
         """Works until `stop` is called; cancelled, it drops everything."""
@@ -53,13 +63,17 @@ class Worker:
         try:
             failures = 0
             while not self._stopping.is_set():
+                if sending.done():
+                    sending.result()  # the disk failed under the spool: nothing may be finished and not kept
                 self._fill()
                 await self._learn_capacity()
                 free = self.sessions - len(self._running)
-                if free <= 0 or self._pending or self._spool_is_full():
-                    await self._wait(IDLE_WAIT_S if self._spool_is_full() else None)
+                if self._pending or self._spool_is_full():
+                    free = 0
+                if free <= 0 and time.monotonic() - self._asked_s < BUSY_ASK_S:
+                    await self._wait(IDLE_WAIT_S if self._spool_is_full() else BUSY_ASK_S)
                     continue
-                works, wait_s = await self._ask(free)
+                works, wait_s = await self._ask(max(0, free))
                 failures = failures + 1 if wait_s is None and not works else 0
                 for work in works:
                     self._pending.extend((work, sample) for sample in work.samples)
@@ -119,7 +133,8 @@ class Worker:
 
     async def _ask(self, free: int) -> tuple[list[Work], float | None]:
         """Work, or how long the trainer wants to be left alone; (none, None) when it cannot be reached."""
-        request = WorkRequest(worker=self.settings.worker, sessions=free)
+        self._asked_s = time.monotonic()
+        request = WorkRequest(worker=self._name, sessions=free)
         try:
             async with self.client.post(
                 f"{self.settings.trainer_url}/v1/work",

@@ -123,7 +123,7 @@ class SandboxHost:
         reasons: list[str] = []
         for level in candidates:
             uid = _BASE_UID + (os.getpid() % _WORKERS) * _UIDS_PER_WORKER
-            for base_uid in (uid, None) if os.geteuid() == 0 else (None,):
+            for base_uid in _base_uids(uid):
                 host = cls(scratch, level, base_uid)
                 try:
                     await host._probe()
@@ -386,6 +386,16 @@ class _PathNames:
         for target, source in self._paths.items():
             text = text.replace(source, target)
         return text
+
+
+def _base_uids(uid: int) -> tuple[int | None, ...]:
+    """Users to try for sandboxes. The machine's root is bound by no process limit, so its sandboxes must get users of
+    their own; root of a user namespace may have none to give."""
+    if os.geteuid() != 0:
+        return (None,)
+    with open("/proc/self/uid_map") as file:
+        real_root = file.read().split() == ["0", "0", "4294967295"]
+    return (uid,) if real_root else (uid, None)
 
 
 def _interpreter() -> tuple[str, ...]:

@@ -38,6 +38,8 @@ def serve(connection: socket.socket, setup: dict[str, Any]) -> None:
     except OSError as error:
         connection.sendall(wire.pack({"error": str(error)}))
         return
+    shared_user = setup["level"] == "Rlimits" and setup["uid"] is None
+    setup["other_processes"] = _processes_of(os.getuid()) if shared_user else 0
     program = confine.seccomp_program(kernel.MACHINE, deny_sockets=setup["level"] == "Rlimits")
     try:
         while (request := wire.receive(connection)) is not None:
@@ -246,10 +248,12 @@ def _exec(request: dict[str, Any], setup: dict[str, Any], program: bytes, write_
             os.dup2(nothing.fileno(), 0)
         os.dup2(write_end, 1)
         os.dup2(write_end, 2)
-        _set_limits(request["limits"])
+        limits = request["limits"]
+        _set_limits({**limits, "RLIMIT_NPROC": limits["RLIMIT_NPROC"] + setup["other_processes"]})
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         if setup["level"] == "Rlimits" and confine.landlock_abi():
             confine.restrict_files(setup["system"], setup["writable"])  # first: it opens paths that the owner may not
+        kernel.drop_bounding_set()
         _set_owner(setup["uid"])
         kernel.drop_capabilities()
         confine.install_seccomp(program)
@@ -261,6 +265,17 @@ def _exec(request: dict[str, Any], setup: dict[str, Any], program: bytes, write_
             os.write(2, f"sandbox: {error}\n".encode())
     finally:
         os._exit(126)
+
+
+def _processes_of(uid: int) -> int:
+    """Threads of a user: the process limit counts them all, and this user runs more than the sandbox."""
+    count = 0
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                if os.stat(f"/proc/{name}").st_uid == uid:
+                    count += len(os.listdir(f"/proc/{name}/task"))
+    return count
 
 
 def _set_limits(limits: dict[str, int]) -> None:

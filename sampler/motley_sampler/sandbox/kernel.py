@@ -64,11 +64,15 @@ def prctl(option: int, *arguments: int) -> None:
     _checked(_libc.prctl(option, *padded), f"prctl({option})")
 
 
-def drop_capabilities() -> None:
-    """Empties every capability set of this process, for good: programs that it starts gain none either."""
+def drop_bounding_set() -> None:
+    """No program started from here on gains a capability. Needs CAP_SETPCAP: before a change of user."""
     for capability in range(64):
         if _libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) < 0:
             break  # EINVAL: past the kernel's last capability; EPERM: we had none to begin with
     _libc.prctl(PR_CAP_AMBIENT, ctypes.c_ulong(PR_CAP_AMBIENT_CLEAR_ALL), 0, 0, 0)
+
+
+def drop_capabilities() -> None:
+    """Empties this process's own capability sets."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     _checked(syscall(_NUMBERS[MACHINE]["capset"], header, (ctypes.c_uint32 * 6)()), "capset")

@@ -2,6 +2,9 @@
 
 What goes wrong with the grader is an infrastructure failure and never a reward: GradingError carries its kind. The reward
 is read from a folder that exists only for the verifier, after every process of its sandbox is dead.
+
+What this cannot prevent, as in any harness of this kind: a test.sh that runs the policy's code runs it beside the reward file.
+Tests that must withstand a cheating policy run its code as another user or compute the reward from its output.
 """
 
 from __future__ import annotations
