@@ -31,7 +31,9 @@ GROUP_CONDITIONS = ("Ready", "RunFound", "PrecisionSupported", "Placed", "Confor
 BAD_WHEN_TRUE = frozenset({"QuotaExceeded"})
 NEUTRAL = frozenset({"Suspended"})
 # Of these a person wants to hear even when they are wrong from the start; the others begin as False and come up.
-TOLD_AT_FIRST_SIGHT = frozenset({"ConfigurationValid", "PriceKnown", "WithinBudget", "PrecisionSupported", "RunFound", "QuotaExceeded"})
+TOLD_AT_FIRST_SIGHT = frozenset(
+    {"ConfigurationValid", "PriceKnown", "WithinBudget", "PrecisionSupported", "RunFound", "QuotaExceeded"}
+)
 MAX_MESSAGE = 2000
 
 

@@ -65,16 +65,18 @@ def accrue(
     now: datetime,
     pods: Iterable[PodView],
     prices: Mapping[PriceKey, Decimal],
-) -> tuple[tuple[GpuTime, ...], datetime]:
+) -> tuple[tuple[GpuTime, ...], datetime | None]:
     """GPU time up to `now` less a settling time, and that moment.
 
     Whole seconds, so that any split of the time gives the same sum: whoever calls this, however often, from whatever earlier
-    result. Time that passed while its type had no price takes the price that is known now.
+    result. Time that passed while its type had no price takes the price that is known now. The moment stays while nothing runs,
+    so that the status of a finished run rests.
     """
     until = _whole(now.astimezone(UTC)) - SETTLE
     if accounted_until is not None and until <= accounted_until:
         return tuple(before), accounted_until
     seconds: dict[tuple[str, str, str, str | None], int] = {}
+    booked = 0
 
     def book(role: str, gpu_type: str, capacity_type: str, price: str | None, gpu_seconds: int) -> None:
         known = prices.get((gpu_type, capacity_type))
@@ -89,6 +91,7 @@ def accrue(
         if held > timedelta(0) and pod.gpu_type:
             role = keys.ROLE_TRAINER if pod.role == keys.ROLE_TRAINER else keys.ROLE_SAMPLER
             book(role, pod.gpu_type, pod.capacity_type, None, pod.gpus * int(held.total_seconds()))
+            booked += int(held.total_seconds())
     return (
         tuple(
             GpuTime(
@@ -100,8 +103,13 @@ def accrue(
             )
             for (role, gpu_type, capacity_type, price), total in sorted(seconds.items(), key=lambda item: str(item[0]))
         ),
-        until,
+        until if booked else accounted_until,
     )
+
+
+def unsettled(pods: Iterable[PodView], accounted_until: datetime | None, now: datetime) -> bool:
+    """Whether some pod's time is still to be accounted."""
+    return any(_overlap(pod, accounted_until, now) >= timedelta(seconds=1) for pod in pods)
 
 
 def billed(gpu_time: Iterable[GpuTime], role: str | None = None) -> Decimal | None:

@@ -15,7 +15,7 @@ from motley_api.resources.rlrun import Baseline, RLRunStatus, StepCost, Totals
 
 from motley_operator.planner import cost
 from motley_operator.planner.cost import EngineRate, PriceKey, StepBill
-from motley_operator.planner.model import PodView
+from motley_operator.planner.model import PodView, format_time
 
 KEPT_STEP_COSTS = 10
 
@@ -173,5 +173,5 @@ def totals(
         repeated_steps=before.repeated_steps + repeated_steps,
         gpu_seconds=sum(item.gpu_seconds for item in gpu_time),
         gpu_time=list(gpu_time),
-        accounted_until=until.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        accounted_until=format_time(until) if until is not None else None,
     )

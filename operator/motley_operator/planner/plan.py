@@ -29,6 +29,7 @@ from motley_operator.planner.model import (
     PodView,
     PushFleet,
     Snapshot,
+    parse_time,
     view_of,
 )
 
@@ -80,7 +81,9 @@ def plan(seen: Snapshot, now: datetime) -> Plan:
         status=run_status,
         group_statuses=group_statuses,
         events=tuple(events),
-        active=not made.life.stopped or any(pod.exists for pod in seen.pods),
+        active=not made.life.stopped
+        or any(pod.exists and pod.finished is None for pod in seen.pods)
+        or cost.unsettled(seen.pods, parse_time(made.totals.accounted_until), now),
     )
 
 

@@ -1,0 +1,237 @@
+"""What the watches told: the last known state of everything that is ours, and pods that went a short while ago.
+
+A watch may miss deletions (after a 410 the framework lists anew and says nothing about what is gone), so the cache is also compared
+with a list now and then: see `reconcile_with`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from motley_api import keys
+
+from motley_operator.planner.model import PodView, parse_time
+
+Json = dict[str, Any]
+RunKey = tuple[str, str]  # namespace, RLRun name
+Key = tuple[str, str, str]  # kind, namespace, name
+
+TOMBSTONES_KEPT = timedelta(minutes=15)
+RUN_KINDS = ("RLRun", "SamplerGroup")
+CHILD_KINDS = ("ConfigMap", "Service", "Deployment", "Job")
+WATCHED = (*RUN_KINDS, *CHILD_KINDS, "Pod")
+
+
+def run_key(obj: Json) -> RunKey | None:
+    """The run that an object belongs to."""
+    metadata = obj["metadata"]
+    if obj["kind"] == "RLRun":
+        return metadata["namespace"], metadata["name"]
+    if obj["kind"] == "SamplerGroup":
+        name = obj.get("spec", {}).get("runRef", {}).get("name", "")
+    else:
+        name = (metadata.get("labels") or {}).get(keys.RUN_LABEL, "")
+    return (metadata["namespace"], name) if name else None
+
+
+def slim(obj: Json) -> Json:
+    """Without what nobody here reads and everybody would pay memory for."""
+    metadata = {key: value for key, value in obj["metadata"].items() if key != "managedFields"}
+    annotations = {
+        key: value
+        for key, value in (metadata.get("annotations") or {}).items()
+        if key != "kubectl.kubernetes.io/last-applied-configuration"
+    }
+    if annotations:
+        metadata["annotations"] = annotations
+    else:
+        metadata.pop("annotations", None)
+    return {**obj, "metadata": metadata}
+
+
+def newer(one: str, other: str) -> bool:
+    """Whether resourceVersion `one` is newer. Both are decimal numbers of one order, as the API promises since 1.35."""
+    return (len(one), one) > (len(other), other)
+
+
+def pod_view(pod: Json, now: datetime) -> PodView | None:
+    """A pod as far as decisions need it; None for one that is of no run."""
+    metadata, spec, status = pod["metadata"], pod.get("spec", {}), pod.get("status", {})
+    labels = metadata.get("labels") or {}
+    if keys.RUN_LABEL not in labels or keys.ROLE_LABEL not in labels:
+        return None
+    conditions = {item["type"]: item for item in status.get("conditions") or []}
+    scheduled = conditions.get("PodScheduled", {})
+    bound = parse_time(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None
+    if bound is None and spec.get("nodeName"):
+        bound = parse_time(status.get("startTime")) or parse_time(metadata.get("creationTimestamp"))
+    containers = status.get("containerStatuses") or []
+    ended = [item["state"]["terminated"] for item in containers if item.get("state", {}).get("terminated")]
+    before = [item["lastState"]["terminated"] for item in containers if item.get("lastState", {}).get("terminated")]
+    last = (ended or before or [None])[-1]
+    phase = status.get("phase", "Pending")
+    finished = None
+    if phase in ("Succeeded", "Failed"):
+        ends = [moment for item in ended if (moment := parse_time(item.get("finishedAt"))) is not None]
+        # An evicted pod has no container that ended: its last change of condition is the nearest there is.
+        changes = [
+            moment for item in conditions.values() if (moment := parse_time(item.get("lastTransitionTime"))) is not None
+        ]
+        finished = max(ends, default=None) or max(changes, default=None) or now
+    waiting = next(
+        (item["state"]["waiting"].get("reason", "") for item in containers if item.get("state", {}).get("waiting")), ""
+    )
+    limits = [
+        item.get("resources", {}).get("limits", {}).get(keys.GPU_RESOURCE, 0) for item in spec.get("containers", [])
+    ]
+    unschedulable = scheduled.get("message", "") if scheduled.get("reason") == "Unschedulable" else ""
+    return PodView(
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        uid=metadata["uid"],
+        run=labels[keys.RUN_LABEL],
+        role=labels[keys.ROLE_LABEL],
+        group=labels.get(keys.GROUP_LABEL, ""),
+        gpu_type=labels.get(keys.GPU_TYPE_LABEL, ""),
+        capacity_type=labels.get(keys.CAPACITY_TYPE_LABEL, "OnDemand"),
+        gpus=sum(int(limit) for limit in limits),
+        node=spec.get("nodeName", ""),
+        phase=phase,
+        ready=conditions.get("Ready", {}).get("status") == "True",
+        created=parse_time(metadata.get("creationTimestamp")),
+        scheduled=bound,
+        finished=finished,
+        deletion=parse_time(metadata.get("deletionTimestamp")),
+        unschedulable=unschedulable,
+        waiting=waiting if waiting not in ("ContainerCreating", "PodInitializing") else "",
+        exit_code=last.get("exitCode") if last else None,
+        message=(last.get("message") or last.get("reason") or "")[:2000] if last else "",
+        restarts=sum(int(item.get("restartCount", 0)) for item in containers),
+    )
+
+
+class Cache:
+    """Objects by kind, pods as views, and which run each change concerns."""
+
+    def __init__(self, on_change: Callable[[RunKey], None]) -> None:
+        self._on_change = on_change
+        self._objects: dict[Key, Json] = {}
+        self._pods: dict[Key, tuple[PodView, str]] = {}  # view, resourceVersion
+        self._runs: dict[RunKey, set[Key]] = {}
+        self._gone: dict[RunKey, list[PodView]] = {}
+
+    # Writing.
+
+    def put(self, obj: Json, now: datetime) -> None:
+        """An object as a watch, a list or an answer shows it; an older state than the known one is ignored."""
+        metadata = obj["metadata"]
+        key = (obj["kind"], metadata["namespace"], metadata["name"])
+        owner = run_key(obj)
+        if owner is None:
+            return
+        if obj["kind"] == "Pod":
+            known_pod = self._pods.get(key)
+            if known_pod is not None and not newer(metadata["resourceVersion"], known_pod[1]):
+                return
+            view = pod_view(obj, now)
+            if view is None:
+                return
+            if known_pod is not None and known_pod[0].uid != view.uid:
+                self._bury(owner, known_pod[0], now)
+            changed = known_pod is None or known_pod[0] != view
+            self._pods[key] = (view, metadata["resourceVersion"])
+        else:
+            known = self._objects.get(key)
+            if known is not None and not newer(metadata["resourceVersion"], known["metadata"]["resourceVersion"]):
+                return
+            self._objects[key] = slim(obj)
+            changed = True
+        self._runs.setdefault(owner, set()).add(key)
+        if changed:
+            self._on_change(owner)
+
+    def drop(self, obj: Json, now: datetime) -> None:
+        """An object that a watch says is gone."""
+        metadata = obj["metadata"]
+        key = (obj["kind"], metadata["namespace"], metadata["name"])
+        owner = run_key(obj)
+        known = (
+            self._pods[key][0].uid if key in self._pods else self._objects.get(key, {}).get("metadata", {}).get("uid")
+        )
+        if owner is None or known not in (None, metadata["uid"]):
+            return  # another object of that name lives already
+        if obj["kind"] == "Pod":
+            self._pods.pop(key, None)
+            view = pod_view(obj, now)
+            if view is not None:
+                self._bury(owner, view, now)
+        else:
+            self._objects.pop(key, None)
+        self._forget(owner, key)
+        self._on_change(owner)
+
+    def _bury(self, owner: RunKey, view: PodView, now: datetime) -> None:
+        """Its last time still has to be paid for."""
+        graves = [
+            pod for pod in self._gone.get(owner, []) if pod.finished is None or now - pod.finished < TOMBSTONES_KEPT
+        ]
+        graves = [pod for pod in graves if pod.uid != view.uid]
+        self._gone[owner] = [*graves, replace(view, gone=True, ready=False, finished=view.finished or now)]
+
+    def _forget(self, owner: RunKey, key: Key) -> None:
+        keys_of = self._runs.get(owner, set())
+        keys_of.discard(key)
+        if not keys_of:
+            self._runs.pop(owner, None)
+            self._gone.pop(owner, None)
+
+    def reconcile_with(
+        self, kind: str, listed: Iterable[tuple[str, str, str]], listed_at: datetime, now: datetime
+    ) -> int:
+        """Forget what a full list of `kind` (namespace, name, uid) no longer has; how many. Objects made since the list stay."""
+        there = set(listed)
+        forgotten = 0
+        for key in [key for key in (*self._objects, *self._pods) if key[0] == kind]:
+            if kind == "Pod":
+                view = self._pods[key][0]
+                uid, created, owner = view.uid, view.created, (view.namespace, view.run)
+            else:
+                metadata = self._objects[key]["metadata"]
+                uid, created = metadata["uid"], parse_time(metadata["creationTimestamp"])
+                owner = run_key(self._objects[key]) or ("", "")
+            if (key[1], key[2], uid) in there or (created is not None and created >= listed_at - timedelta(seconds=2)):
+                continue
+            if kind == "Pod":
+                self._bury(owner, self._pods.pop(key)[0], now)
+            else:
+                del self._objects[key]
+            self._forget(owner, key)
+            self._on_change(owner)
+            forgotten += 1
+        return forgotten
+
+    # Reading.
+
+    def runs(self) -> Iterator[RunKey]:
+        return iter(list(self._runs))
+
+    def get(self, kind: str, namespace: str, name: str) -> Json | None:
+        return self._objects.get((kind, namespace, name))
+
+    def of_run(self, owner: RunKey, kind: str) -> list[Json]:
+        keys_of = sorted(key for key in self._runs.get(owner, ()) if key[0] == kind)
+        return [self._objects[key] for key in keys_of if key in self._objects]
+
+    def pods(self, owner: RunKey) -> tuple[PodView, ...]:
+        keys_of = sorted(key for key in self._runs.get(owner, ()) if key[0] == "Pod")
+        return (*(self._pods[key][0] for key in keys_of if key in self._pods), *self._gone.get(owner, ()))
+
+    def size(self) -> int:
+        return len(self._objects) + len(self._pods)
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)

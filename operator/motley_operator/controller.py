@@ -1,0 +1,326 @@
+"""The loop: whatever changed, look at the whole run and do what the plan says. Level-triggered; nothing hangs on an event's kind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+import aiohttp
+from motley_api import keys
+from motley_api.resources import RLRunStatus
+
+from motley_operator import apply, names, observe
+from motley_operator.cache import WATCHED, Cache, RunKey
+from motley_operator.kube import ApiError, Kube
+from motley_operator.measure import RunMemory, Telemetry
+from motley_operator.metrics import Metrics
+from motley_operator.planner import ledger, status
+from motley_operator.planner.conditions import RUN_CONDITIONS, Finding, flips, merge
+from motley_operator.planner.lifecycle import job_condition
+from motley_operator.planner.model import EventOut, NodeView, Plan, Settings, Snapshot
+from motley_operator.planner.plan import plan, service_urls
+
+log = logging.getLogger("motley.operator")
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds."""
+
+    batch_s: float = 0.1  # changes that come together are looked at once
+    active_s: float = 3.0  # a run that moves by itself is looked at this often
+    first_retry_s: float = 1.0
+    last_retry_s: float = 60.0
+    resync_s: float = 60.0  # a full list against what the watches missed
+    nodes_s: float = 30.0  # nodes are listed only while a pod finds no place
+    workers: int = 8
+
+
+class Controller:
+    """Reconciles runs, one at a time each, several at once."""
+
+    def __init__(
+        self,
+        kube: Kube,
+        telemetry: Telemetry,
+        metrics: Metrics,
+        *,
+        settings: Settings,
+        namespace: str | None,
+        clock: Callable[[], float],
+        utc_now: Callable[[], datetime],
+        pace: Pace | None = None,
+    ) -> None:
+        self.kube, self.telemetry, self.metrics, self.settings = kube, telemetry, metrics, settings
+        self.namespace = namespace  # None: all of them
+        self.clock, self.utc_now = clock, utc_now
+        self.pace = pace or Pace()
+        self.cache = Cache(self.mark)
+        self.memory: dict[RunKey, RunMemory] = {}
+        self.last_progress_s = clock()
+        self.last_event_s = clock()
+        self._due: dict[RunKey, float] = {}
+        self._retries: dict[RunKey, int] = {}
+        self._busy: set[RunKey] = set()
+        self._wake = asyncio.Event()
+        self._nodes: tuple[float, tuple[NodeView, ...] | None] = (float("-inf"), None)
+
+    # What is due.
+
+    def mark(self, key: RunKey, delay_s: float | None = None) -> None:
+        """Look at this run soon."""
+        due = self.clock() + (self.pace.batch_s if delay_s is None else delay_s)
+        if due < self._due.get(key, float("inf")):
+            self._due[key] = due
+            self._wake.set()
+
+    async def run(self, is_leader: Callable[[], bool]) -> None:
+        """For ever. While another replica leads, changes only gather."""
+        tasks: set[asyncio.Task[None]] = set()
+        led = False
+        try:
+            while True:
+                self.last_progress_s = self.clock()
+                leads = is_leader()
+                if leads and not led:
+                    for key in self.cache.runs():
+                        self.mark(key)
+                led = leads
+                ready = (
+                    sorted(key for key, due in self._due.items() if due <= self.clock() and key not in self._busy)
+                    if leads
+                    else []
+                )
+                for key in ready[: self.pace.workers - len(self._busy)]:
+                    del self._due[key]
+                    self._busy.add(key)
+                    task = asyncio.create_task(self._reconcile_once(key))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+                await self._sleep(leads)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _sleep(self, leads: bool) -> None:
+        nearest = min((due for key, due in self._due.items() if key not in self._busy), default=float("inf"))
+        wait_s = min(1.0, max(0.01, nearest - self.clock())) if leads else 0.5
+        self._wake.clear()
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+
+    async def _reconcile_once(self, key: RunKey) -> None:
+        started = self.clock()
+        result = "ok"
+        try:
+            again_s = await self.reconcile(key)
+            self._retries.pop(key, None)
+            if again_s is not None:
+                self.mark(key, again_s)
+        except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
+            result = "conflict" if isinstance(error, ApiError) and error.status == 409 else "error"
+            self._again(key, error)
+        except Exception as error:  # one run's trouble must not stop the others; it is told, counted and tried again
+            result = "error"
+            log.exception("event=reconcile_failed namespace=%s run=%s", *key)
+            self._again(key, error)
+        finally:
+            self._busy.discard(key)
+            self._wake.set()
+            self.metrics.reconciles.labels(result).inc()
+            self.metrics.seconds.observe(self.clock() - started)
+
+    def _again(self, key: RunKey, error: BaseException) -> None:
+        tries = self._retries.get(key, 0)
+        self._retries[key] = tries + 1
+        delay_s = min(self.pace.last_retry_s, self.pace.first_retry_s * 2**tries)
+        log.warning("event=retry namespace=%s run=%s in_s=%.1f error=%r", *key, delay_s, str(error)[:300])
+        self.mark(key, delay_s)
+
+    # One run.
+
+    async def reconcile(self, key: RunKey) -> float | None:
+        """Observe, plan, apply, once. Seconds until it should be looked at by itself again; None: when something changes."""
+        memory = self.memory.setdefault(key, RunMemory())
+        try:
+            seen = await self._observe(key, memory)
+        except observe.InvalidSpecError as error:
+            await self._tell_invalid(key, str(error))
+            return None
+        if seen is None:
+            await self._tell_orphans(key)
+            self.memory.pop(key, None)
+            self.metrics.forget(key)
+            return None
+        now = self.utc_now()
+        decided = plan(seen, now)
+        fine = await apply.act(
+            decided.actions, key[0], kube=self.kube, telemetry=self.telemetry, cache=self.cache, memory=memory, now=now
+        )
+        await self._write(seen, decided, now)
+        if not fine:
+            return self.pace.active_s
+        return self.pace.active_s if decided.active else None
+
+    async def _observe(self, key: RunKey, memory: RunMemory) -> Snapshot | None:
+        body = self.cache.get("RLRun", *key)
+        if body is None:
+            return None
+        uid = body["metadata"]["uid"]
+        secret = ("Secret", names.token(key[1]))
+        if not memory.token:
+            try:
+                memory.token = await apply.read_token(self.kube, key[0], names.token(key[1]), uid)
+                memory.errors.pop(secret, None)
+            except apply.ForeignObjectError as error:
+                memory.errors[secret] = str(error)
+        first = observe.snapshot(self.cache, key, memory, settings=self.settings, nodes=None, fresh_token="")
+        assert first is not None
+        await self._measure(first, memory)
+        await self._failed_creates(first, memory)
+        nodes = await self._nodes_if_needed(first)
+        return observe.snapshot(
+            self.cache, key, memory, settings=self.settings, nodes=nodes, fresh_token=secrets.token_urlsafe(32)
+        )
+
+    async def _measure(self, seen: Snapshot, memory: RunMemory) -> None:
+        urls = service_urls(seen)
+        up = any(pod.exists and pod.ready and pod.role in (keys.ROLE_ROUTER, keys.ROLE_TRAINER) for pod in seen.pods)
+        if urls is None or not memory.token or not up or seen.deleting:
+            memory.router = memory.trainer = None
+            memory.router_error = memory.trainer_error = "no pod is ready"
+            return
+        await self.telemetry.look(
+            memory, urls.router, urls.trainer, early=seen.spec.guard.early_steps, counted=ledger.cursor(seen.status)
+        )
+
+    async def _failed_creates(self, seen: Snapshot, memory: RunMemory) -> None:
+        """A Job's status does not say that its pods are refused, by a quota say; its events do."""
+        name = names.trainer(seen.name)
+        job = seen.child("Job", name)
+        memory.failed_creates.pop(("Job", name), None)
+        ended = job_condition(job, "Complete") or job_condition(job, "Failed")
+        if (
+            job is None
+            or ended
+            or job["spec"].get("suspend")
+            or any(pod.role == keys.ROLE_TRAINER and pod.exists for pod in seen.pods)
+        ):
+            return
+        if self.utc_now() - datetime.fromisoformat(job["metadata"]["creationTimestamp"]) < timedelta(seconds=5):
+            return
+        fields = f"involvedObject.kind=Job,involvedObject.name={name},reason=FailedCreate"
+        found = [event async for event in self.kube.list("Event", seen.namespace, fields=fields)]
+        if found:
+            newest = max(found, key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "")
+            memory.failed_creates["Job", name] = newest.get("message", "")
+
+    async def _nodes_if_needed(self, seen: Snapshot) -> tuple[NodeView, ...] | None:
+        if not any(pod.unschedulable and pod.exists and not pod.node for pod in seen.pods):
+            return None
+        at, nodes = self._nodes
+        if self.clock() - at >= self.pace.nodes_s:
+            try:
+                nodes = tuple([observe.node_view(node) async for node in self.kube.list("Node", cached=True)])
+            except ApiError as error:
+                if error.status != 403:
+                    raise
+                nodes = None  # a namespaced install may not look at nodes
+            self._nodes = (self.clock(), nodes)
+        return nodes
+
+    async def _write(self, seen: Snapshot, decided: Plan, now: datetime) -> None:
+        if decided.status is None:
+            return
+        key = (seen.namespace, seen.name)
+        for name, wanted in decided.group_statuses.items():
+            live = self.cache.get("SamplerGroup", seen.namespace, name)
+            if live is not None and await apply.write_status(
+                "SamplerGroup", live, wanted.to_json_dict(), kube=self.kube, cache=self.cache, now=now
+            ):
+                self.metrics.status_writes.labels("SamplerGroup").inc()
+        live = self.cache.get("RLRun", *key)
+        if live is None or live["metadata"]["uid"] != seen.uid:
+            return
+        if await apply.write_status(
+            "RLRun", live, decided.status.to_json_dict(), kube=self.kube, cache=self.cache, now=now
+        ):
+            self.metrics.status_writes.labels("RLRun").inc()
+            for (
+                event
+            ) in decided.events:  # after the status: what is told was also noted, so a restart does not tell it again
+                await apply.post_event(event, seen.namespace, kube=self.kube, now=now)
+        self.metrics.show(key, decided.status)
+
+    async def _tell_invalid(self, key: RunKey, message: str) -> None:
+        """A spec that cannot be read: nothing is done but said."""
+        live = self.cache.get("RLRun", *key)
+        assert live is not None
+        now, generation = self.utc_now(), live["metadata"]["generation"]
+        old = observe.run_status(live)
+        found = (
+            Finding("ConfigurationValid", "False", "InvalidSpec", message),
+            Finding("Succeeded", "False", "InvalidConfiguration", message),
+        )
+        wanted = old.model_copy(
+            update={
+                "observed_generation": generation,
+                "conditions": merge(old.conditions, found, RUN_CONDITIONS, now, generation),
+                "status": "InvalidConfiguration",
+            }
+        )
+        assert isinstance(wanted, RLRunStatus)
+        if await apply.write_status("RLRun", live, wanted.to_json_dict(), kube=self.kube, cache=self.cache, now=now):
+            for finding in flips(old.conditions, found):
+                event = EventOut("RLRun", key[1], live["metadata"]["uid"], "Warning", finding.reason, finding.message)
+                await apply.post_event(event, key[0], kube=self.kube, now=now)
+
+    async def _tell_orphans(self, key: RunKey) -> None:
+        """Groups whose run does not exist."""
+        now = self.utc_now()
+        for live in self.cache.of_run(key, "SamplerGroup"):
+            metadata = live["metadata"]
+            if "deletionTimestamp" in metadata:
+                continue
+            wanted, found = status.orphan_status(observe.group_status(live), key[1], metadata["generation"], now)
+            if await apply.write_status(
+                "SamplerGroup", live, wanted.to_json_dict(), kube=self.kube, cache=self.cache, now=now
+            ):
+                for finding in found[1:]:
+                    event = EventOut(
+                        "SamplerGroup", metadata["name"], metadata["uid"], "Warning", finding.reason, finding.message
+                    )
+                    await apply.post_event(event, key[0], kube=self.kube, now=now)
+
+    # What the watches may have missed.
+
+    async def resync(self) -> int:
+        """Compare the cache with full lists, served from the API server's memory; how many ghosts were forgotten."""
+        ghosts = 0
+        for kind in WATCHED:
+            listed_at = self.utc_now()
+            labels = "" if kind in ("RLRun", "SamplerGroup") else keys.RUN_LABEL
+            there = []
+            async for item in self.kube.list(kind, self.namespace, labels=labels, cached=True):
+                there.append((item["metadata"]["namespace"], item["metadata"]["name"], item["metadata"]["uid"]))
+                self.cache.put(item, self.utc_now())
+            ghosts += self.cache.reconcile_with(kind, there, listed_at, self.utc_now())
+        self.last_event_s = self.clock()
+        return ghosts
+
+    async def resync_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self.pace.resync_s)
+            try:
+                if ghosts := await self.resync():
+                    log.warning("event=ghosts_forgotten count=%d", ghosts)
+            except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
+                log.warning("event=resync_failed error=%r", str(error)[:300])

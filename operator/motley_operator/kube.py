@@ -1,0 +1,292 @@
+"""A small asynchronous client of the API server: list, get, create, apply, patch, delete.
+
+Not the `kubernetes` package: it blocks, cannot say server-side apply plainly, and holds about 80 MiB more in memory than these lines on
+aiohttp, which the operator needs anyway to ask routers and trainers.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import ssl
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import yaml
+from motley_api import API_GROUP, API_VERSION, keys
+
+Json = dict[str, Any]
+
+ENV_SERVICE_ACCOUNT_DIR = "MOTLEY_SERVICE_ACCOUNT_DIR"
+SERVICE_ACCOUNT_DIR = "/var/run/secrets/kubernetes.io/serviceaccount"
+PAGE = 500  # objects of one page of a list
+TIMEOUT_S = 30.0
+
+# kind -> (path prefix, plural)
+_CORE, _OURS = "api/v1", f"apis/{API_GROUP}/{API_VERSION}"
+RESOURCES: dict[str, tuple[str, str]] = {
+    "ConfigMap": (_CORE, "configmaps"),
+    "Event": (_CORE, "events"),
+    "Node": (_CORE, "nodes"),
+    "Pod": (_CORE, "pods"),
+    "Secret": (_CORE, "secrets"),
+    "Service": (_CORE, "services"),
+    "Deployment": ("apis/apps/v1", "deployments"),
+    "Job": ("apis/batch/v1", "jobs"),
+    "Lease": ("apis/coordination.k8s.io/v1", "leases"),
+    "RLRun": (_OURS, "rlruns"),
+    "SamplerGroup": (_OURS, "samplergroups"),
+}
+
+
+class ApiError(Exception):
+    """The API server said no."""
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(f"{status} {reason}: {message}")
+        self.status, self.reason, self.message = status, reason, message
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """Where the API server is, and who we are."""
+
+    server: str
+    namespace: str = "default"
+    ca: str = ""  # PEM
+    insecure: bool = False
+    token: str = ""
+    token_file: str = ""
+    certificate: str = ""  # PEM
+    key: str = ""  # PEM
+
+    def bearer(self) -> str:
+        """The token now: a service account's file changes while we run."""
+        return Path(self.token_file).read_text().strip() if self.token_file else self.token
+
+    def ssl_context(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(cadata=self.ca or None)
+        if self.insecure:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        if self.certificate:
+            with tempfile.TemporaryDirectory() as folder:  # ssl reads files only
+                pair = Path(folder, "certificate"), Path(folder, "key")
+                for path, text in zip(pair, (self.certificate, self.key), strict=True):
+                    path.touch(mode=0o600)
+                    path.write_text(text)
+                context.load_cert_chain(*map(str, pair))
+        return context
+
+
+class NoClusterError(Exception):
+    """No kubeconfig, and not in a cluster."""
+
+
+def load_credentials(env: Mapping[str, str] = os.environ) -> Credentials:
+    """From KUBECONFIG, then the pod's service account, then ~/.kube/config."""
+    account = Path(env.get(ENV_SERVICE_ACCOUNT_DIR, SERVICE_ACCOUNT_DIR))
+    if path := env.get("KUBECONFIG", ""):
+        return from_kubeconfig(Path(path.split(os.pathsep)[0]))
+    if env.get("KUBERNETES_SERVICE_HOST") and (account / "token").exists():
+        host, port = env["KUBERNETES_SERVICE_HOST"], env.get("KUBERNETES_SERVICE_PORT", "443")
+        return Credentials(
+            server=f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}",
+            namespace=(account / "namespace").read_text().strip(),
+            ca=(account / "ca.crt").read_text(),
+            token_file=str(account / "token"),
+        )
+    home = Path(env.get("HOME", "~")).expanduser() / ".kube" / "config"
+    if home.exists():
+        return from_kubeconfig(home)
+    raise NoClusterError("no cluster: set KUBECONFIG, or run in a pod with a service account token")
+
+
+def from_kubeconfig(path: Path) -> Credentials:
+    document = yaml.safe_load(path.read_text())
+
+    def named(kind: str, name: str) -> Json:
+        found = next((item for item in document.get(f"{kind}s") or [] if item["name"] == name), None)
+        if found is None:
+            raise NoClusterError(f"{path}: no {kind} named {name!r}")
+        return dict(found.get(kind) or {})
+
+    def pem(holder: Json, key: str) -> str:
+        if data := holder.get(f"{key}-data"):
+            return base64.b64decode(data).decode()
+        return (path.parent / holder[key]).read_text() if holder.get(key) else ""
+
+    current = document.get("current-context") or ""
+    if not current:
+        raise NoClusterError(f"{path}: no current-context")
+    context = named("context", current)
+    cluster, user = named("cluster", context["cluster"]), named("user", context["user"])
+    if "exec" in user:
+        user |= _exec_credential(user["exec"])
+    return Credentials(
+        server=cluster["server"].rstrip("/"),
+        namespace=context.get("namespace", "default"),
+        ca=pem(cluster, "certificate-authority"),
+        insecure=bool(cluster.get("insecure-skip-tls-verify", False)),
+        token=user.get("token", ""),
+        token_file=user.get("tokenFile", ""),
+        certificate=pem(user, "client-certificate"),
+        key=pem(user, "client-key"),
+    )
+
+
+def _exec_credential(plugin: Json) -> Json:
+    """client.authentication.k8s.io: how cloud command lines give a token to kubectl."""
+    env = {**os.environ, **{item["name"]: item["value"] for item in plugin.get("env") or []}}
+    done = subprocess.run(
+        [plugin["command"], *(plugin.get("args") or [])],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    status = json.loads(done.stdout)["status"]
+    found: Json = {"token": status.get("token", "")}
+    if "clientCertificateData" in status:
+        found["client-certificate-data"] = base64.b64encode(status["clientCertificateData"].encode()).decode()
+        found["client-key-data"] = base64.b64encode(status["clientKeyData"].encode()).decode()
+    return found
+
+
+def path_of(kind: str, namespace: str | None = None, name: str = "", subresource: str = "") -> str:
+    prefix, plural = RESOURCES[kind]
+    parts = [prefix, *(("namespaces", namespace) if namespace else ()), plural, name, subresource]
+    return "/" + "/".join(part for part in parts if part)
+
+
+class Kube:
+    """One session with the API server. `requests` counts what was asked, for metrics."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self.credentials = credentials
+        self.requests: dict[tuple[str, str], int] = {}
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                ssl=credentials.ssl_context() if credentials.server.startswith("https") else False, limit=16
+            ),
+            timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        body: Any = None,
+        content_type: str = "application/json",
+    ) -> Any:
+        """One request; the answer's JSON. Raises ApiError on a refusal, aiohttp's errors when there is no answer."""
+        key = (method, path.split("?")[0].split("/")[-1] if method == "GET" else "")
+        self.requests[key] = self.requests.get(key, 0) + 1
+        headers = {"Content-Type": content_type, "Accept": "application/json"}
+        if token := self.credentials.bearer():
+            headers["Authorization"] = f"Bearer {token}"
+        data = None if body is None else json.dumps(body)
+        async with self._session.request(
+            method, self.credentials.server + path, params=params, data=data, headers=headers
+        ) as answer:
+            text = await answer.text()
+            if answer.status >= 400:
+                try:
+                    said = json.loads(text)
+                except ValueError:
+                    said = {}
+                raise ApiError(answer.status, said.get("reason", ""), said.get("message", text[:300]))
+            return json.loads(text)
+
+    async def get(self, kind: str, namespace: str | None, name: str) -> Json | None:
+        """The object, or None when there is none."""
+        try:
+            found: Json = await self.call("GET", path_of(kind, namespace, name))
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+        return found
+
+    async def list(
+        self, kind: str, namespace: str | None = None, *, labels: str = "", fields: str = "", cached: bool = False
+    ) -> AsyncIterator[Json]:
+        """Objects page by page. `cached`: from the API server's watch cache, as cheap as a list can be, perhaps a moment old."""
+        params = {"limit": str(PAGE)}
+        if labels:
+            params["labelSelector"] = labels
+        if fields:
+            params["fieldSelector"] = fields
+        if cached:
+            params = {**params, "resourceVersion": "0"}
+        while True:
+            page = await self.call("GET", path_of(kind, namespace), params=params)
+            for item in page["items"]:
+                item["kind"], item["apiVersion"] = kind, page["apiVersion"]
+                yield item
+            if not page["metadata"].get("continue"):
+                return
+            params = {key: value for key, value in params.items() if key != "resourceVersion"}
+            params["continue"] = page["metadata"]["continue"]
+
+    async def create(self, manifest: Mapping[str, Any]) -> Json:
+        metadata = manifest["metadata"]
+        created: Json = await self.call("POST", path_of(manifest["kind"], metadata.get("namespace")), body=manifest)
+        return created
+
+    async def apply(
+        self, manifest: Mapping[str, Any], *, subresource: str = "", manager: str = keys.FIELD_MANAGER
+    ) -> Json:
+        """Server-side apply; fields of ours that another writer took are taken back."""
+        metadata = manifest["metadata"]
+        applied: Json = await self.call(
+            "PATCH",
+            path_of(manifest["kind"], metadata.get("namespace"), metadata["name"], subresource),
+            params={"fieldManager": manager, "force": "true"},
+            body=manifest,
+            content_type="application/apply-patch+yaml",
+        )
+        return applied
+
+    async def patch(
+        self, kind: str, namespace: str | None, name: str, body: Mapping[str, Any], *, subresource: str = ""
+    ) -> Json:
+        patched: Json = await self.call(
+            "PATCH",
+            path_of(kind, namespace, name, subresource),
+            params={"fieldManager": keys.FIELD_MANAGER},
+            body=body,
+            content_type="application/merge-patch+json",
+        )
+        return patched
+
+    async def replace(self, manifest: Mapping[str, Any]) -> Json:
+        """PUT: refused with 409 when the object has changed since it was read."""
+        metadata = manifest["metadata"]
+        replaced: Json = await self.call(
+            "PUT", path_of(manifest["kind"], metadata.get("namespace"), metadata["name"]), body=manifest
+        )
+        return replaced
+
+    async def delete(self, kind: str, namespace: str | None, name: str, *, uid: str = "") -> None:
+        """With its dependents, in the background. An object that is gone, or another one of that name, is no error."""
+        body: Json = {"propagationPolicy": "Background"}
+        if uid:
+            body["preconditions"] = {"uid": uid}
+        try:
+            await self.call("DELETE", path_of(kind, namespace, name), body=body)
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise

@@ -1,0 +1,330 @@
+"""`motley plan`: the planner's own code on a manifest, before anything is applied."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import yaml
+from motley_api import keys
+from motley_api.resources import CapacityType, GpuTypeName, RLRunSpec, RLRunStatus, SamplerGroupSpec, SamplerGroupStatus
+from pydantic import ValidationError
+
+from motley_operator import names, observe
+from motley_operator.kube import ApiError, Kube, NoClusterError, load_credentials
+from motley_operator.planner import budget, cost, placement, shares, status
+from motley_operator.planner.model import GroupView, NodeView, Snapshot, view_of
+from motley_operator.planner.plan import engine_usd_per_hour, trainer_usd_per_hour
+
+Json = dict[str, Any]
+
+
+class ManifestError(Exception):
+    """A manifest that cannot be planned, with what to change."""
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """One group as it would be."""
+
+    name: str
+    gpu_type: str
+    precision: str
+    engines: int
+    placeable: int | None  # None: no nodes were looked at
+    sessions: int
+    share_milli: int
+    usd_per_hour: Decimal | None
+    why: str
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    run: str
+    groups: tuple[GroupPlan, ...]
+    trainer_usd_per_hour: Decimal | None
+    sampler_usd_per_hour: Decimal | None
+    baseline_usd_per_hour: Decimal | None
+    baseline_sessions: int | None
+    sessions: int
+    nodes: str
+    notes: tuple[str, ...]
+
+
+def read_manifest(text: str) -> tuple[Json, list[Json]]:
+    """(the RLRun, SamplerGroups that name it)."""
+    documents = [document for document in yaml.safe_load_all(text) if document]
+    runs = [document for document in documents if document.get("kind") == "RLRun"]
+    if len(runs) != 1:
+        raise ManifestError(f"the manifest must have exactly one RLRun, found {len(runs)}")
+    name = runs[0].get("metadata", {}).get("name", "")
+    late = [
+        document
+        for document in documents
+        if document.get("kind") == "SamplerGroup" and document.get("spec", {}).get("runRef", {}).get("name") == name
+    ]
+    return runs[0], late
+
+
+def snapshot_of(run: Json, late: Sequence[Json], nodes: tuple[NodeView, ...] | None) -> Snapshot:
+    """As if it had just been applied."""
+    try:
+        spec = RLRunSpec.model_validate(run.get("spec") or {})
+        groups = [
+            _view(
+                names.inline_group(run["metadata"]["name"], group.name),
+                SamplerGroupSpec.model_validate(
+                    {
+                        **{key: value for key, value in group.to_json_dict().items() if key != "name"},
+                        "runRef": {"name": run["metadata"]["name"]},
+                    }
+                ),
+                inline=True,
+            )
+            for group in spec.sampler_groups
+        ]
+        groups += [
+            _view(item["metadata"]["name"], SamplerGroupSpec.model_validate(item["spec"]), inline=False)
+            for item in late
+        ]
+    except ValidationError as error:
+        raise ManifestError(observe.explain(error)) from error
+    return Snapshot(
+        namespace=run["metadata"].get("namespace", "default"),
+        name=run["metadata"]["name"],
+        uid="",
+        generation=1,
+        deleting=False,
+        spec=spec,
+        raw_spec=run.get("spec") or {},
+        status=RLRunStatus(),
+        groups=tuple(groups),
+        nodes=nodes,
+    )
+
+
+def _view(name: str, spec: SamplerGroupSpec, *, inline: bool) -> GroupView:
+    return GroupView(
+        name=name, uid="", generation=1, spec=spec, status=SamplerGroupStatus(), inline=inline, owned=False
+    )
+
+
+def place(seen: Snapshot) -> dict[str, int]:
+    """Engines of each group that fit on free GPUs; the trainer first, then groups by name, each node's GPUs given out once."""
+    free = {node.name: node.free_gpus for node in seen.nodes or ()}
+    suited: dict[tuple[GpuTypeName, CapacityType], list[str]] = {}
+
+    def take(gpu_type: GpuTypeName, capacity_type: CapacityType, gpus: int, wanted: int) -> int:
+        key = gpu_type, capacity_type
+        if key not in suited:
+            suited[key] = sorted(node.name for node in seen.nodes or () if placement.suits(node, *key))
+        placed = 0
+        for node in suited[key]:
+            fitting = min(wanted - placed, free[node] // gpus)
+            free[node] -= fitting * gpus
+            placed += fitting
+        return placed
+
+    trainer = seen.spec.trainer
+    found = {"": take(trainer.gpu_type, trainer.capacity_type, trainer.gpus_per_node, trainer.nodes)}
+    for group in sorted(seen.groups, key=lambda group: group.name):
+        spec = group.spec
+        found[group.name] = take(spec.gpu_type, spec.capacity_type, spec.gpus_per_engine, spec.replicas)
+    return found
+
+
+def preview(seen: Snapshot, cluster: str) -> RunPlan:
+    prices = cost.price_table(seen.spec.prices)
+    placed = place(seen) if seen.nodes is not None else None
+    cap = seen.spec.budget.usd_per_hour
+    wants = [
+        budget.Want(
+            name=group.name,
+            replicas=group.spec.replicas if status.supported(group) else 0,
+            min_replicas=group.spec.min_replicas or 0,
+            existing=0,
+            usd_per_engine_hour=engine_usd_per_hour(group, prices),
+        )
+        for group in seen.groups
+    ]
+    allotted = budget.allot(wants, Decimal(cap) if cap is not None else None, trainer_usd_per_hour(seen, prices))
+    engines = {
+        name: replicas if placed is None else min(replicas, placed[name])
+        for name, replicas in allotted.replicas.items()
+    }
+    capacities = [
+        shares.GroupCapacity(group.name, view_of(group.spec), engines[group.name], group.spec.sessions_per_engine)
+        for group in seen.groups
+    ]
+    split = {share.name: share for share in shares.fleet(capacities, generation=0, paused=False).groups}
+    rows = []
+    for group in sorted(seen.groups, key=lambda group: group.name):
+        hourly = engine_usd_per_hour(group, prices)
+        rows.append(
+            GroupPlan(
+                name=group.name,
+                gpu_type=group.spec.gpu_type.value,
+                precision=group.spec.precision.value,
+                engines=engines[group.name],
+                placeable=None if placed is None else placed[group.name],
+                sessions=split[group.name].capacity_sessions,
+                share_milli=split[group.name].share_milli,
+                usd_per_hour=None if hourly is None else hourly * engines[group.name],
+                why=_why(seen, group, engines[group.name], placed, allotted),
+            )
+        )
+    baseline = seen.spec.baseline
+    return RunPlan(
+        run=seen.name,
+        groups=tuple(rows),
+        trainer_usd_per_hour=trainer_usd_per_hour(seen, prices),
+        sampler_usd_per_hour=cost.add(*(row.usd_per_hour for row in rows)),
+        baseline_usd_per_hour=cost.baseline_usd_per_hour(baseline, prices) if baseline else None,
+        baseline_sessions=baseline.engines * baseline.sessions_per_engine if baseline else None,
+        sessions=sum(row.sessions for row in rows),
+        nodes=cluster,
+        notes=tuple(_notes(seen, rows, placed)),
+    )
+
+
+def _why(
+    seen: Snapshot, group: GroupView, engines: int, placed: dict[str, int] | None, allotted: budget.Allotment
+) -> str:
+    spec = group.spec
+    if not status.supported(group):
+        return f"{spec.gpu_type.value} cannot run {spec.precision.value}"
+    if group.name in allotted.short and (placed is None or allotted.replicas[group.name] <= placed[group.name]):
+        return allotted.short[group.name]
+    if placed is not None and seen.nodes is not None and placed[group.name] < spec.replicas:
+        text = placement.availability(seen.nodes, spec.gpu_type, spec.capacity_type).describe(spec.gpu_type)
+        return f"{placed[group.name]} of {spec.replicas} engines fit: {text}"
+    return f"{engines} engine(s) x {spec.sessions_per_engine} sessions"
+
+
+def _notes(seen: Snapshot, rows: Sequence[GroupPlan], placed: dict[str, int] | None) -> list[str]:
+    found = []
+    trainer = seen.spec.trainer
+    if placed is not None and seen.nodes is not None and placed[""] < trainer.nodes:
+        text = placement.availability(seen.nodes, trainer.gpu_type, trainer.capacity_type).describe(trainer.gpu_type)
+        found.append(f"the trainer's gang does not fit ({placed['']} of {trainer.nodes} pods): {text}")
+    used = {(group.spec.gpu_type.value, group.spec.capacity_type.value) for group in seen.groups}
+    used.add((trainer.gpu_type.value, trainer.capacity_type.value))
+    missing = sorted(used - cost.price_table(seen.spec.prices).keys())
+    if missing:
+        listed = ", ".join(" ".join(pair) for pair in missing)
+        found.append(f"no price for {listed}: what they cost is not known")
+    if not rows:
+        found.append("no sampler group: nothing would be sampled")
+    return found
+
+
+def document(plan: RunPlan) -> Json:
+    """As JSON: dollars as decimal strings."""
+    return {
+        "run": plan.run,
+        "nodes": plan.nodes,
+        "sessions": plan.sessions,
+        "groups": [
+            {
+                "name": row.name,
+                "gpuType": row.gpu_type,
+                "precision": row.precision,
+                "engines": row.engines,
+                "placeable": row.placeable,
+                "sessions": row.sessions,
+                "sharePercent": status.share_percent(row.share_milli),
+                "usdPerHour": cost.usd(row.usd_per_hour),
+                "why": row.why,
+            }
+            for row in plan.groups
+        ],
+        "samplerUSDPerHour": cost.usd(plan.sampler_usd_per_hour),
+        "trainerUSDPerHour": cost.usd(plan.trainer_usd_per_hour),
+        "baselineUSDPerHour": cost.usd(plan.baseline_usd_per_hour),
+        "baselineSessions": plan.baseline_sessions,
+        "notes": list(plan.notes),
+    }
+
+
+def show(plan: RunPlan) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    def dollars(amount: Decimal | None) -> str:
+        return f"{amount:.2f}" if amount is not None else "unknown"
+
+    table = Table(title=f"RLRun {plan.run}: what would be placed, shared and paid ({plan.nodes})")
+    for column in ("group", "GPU", "precision"):
+        table.add_column(column)
+    for column in ("engines", "sessions", "share", "$/h"):
+        table.add_column(column, justify="right")
+    table.add_column("why")
+    for row in plan.groups:
+        table.add_row(
+            row.name,
+            row.gpu_type,
+            row.precision,
+            str(row.engines),
+            str(row.sessions),
+            f"{status.share_percent(row.share_milli)}%",
+            dollars(row.usd_per_hour),
+            row.why,
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"samplers ${dollars(plan.sampler_usd_per_hour)}/h for {plan.sessions} sessions; trainer ${dollars(plan.trainer_usd_per_hour)}/h"
+    )
+    if plan.baseline_usd_per_hour is not None:
+        console.print(f"baseline ${dollars(plan.baseline_usd_per_hour)}/h for {plan.baseline_sessions} sessions")
+    for note in plan.notes:
+        console.print(f"note: {note}")
+
+
+async def cluster_nodes() -> tuple[tuple[NodeView, ...] | None, str]:
+    """Nodes with what others hold on them, and where they were seen."""
+    try:
+        kube = Kube(load_credentials())
+    except NoClusterError:
+        return None, "no cluster: every engine is assumed to find a node"
+    try:
+        held: dict[str, int] = {}
+        async for pod in kube.list("Pod", fields="status.phase!=Succeeded,status.phase!=Failed"):
+            node = pod["spec"].get("nodeName", "")
+            limits = [
+                one.get("resources", {}).get("limits", {}).get(keys.GPU_RESOURCE, 0)
+                for one in pod["spec"]["containers"]
+            ]
+            held[node] = held.get(node, 0) + sum(map(int, limits))
+        nodes = [observe.node_view(node, held.get(node["metadata"]["name"], 0)) async for node in kube.list("Node")]
+        return tuple(nodes), f"{len(nodes)} nodes of {kube.credentials.server}"
+    except (ApiError, aiohttp.ClientError, OSError, TimeoutError) as error:
+        return None, f"the cluster cannot be looked at ({error}): every engine is assumed to find a node"
+    finally:
+        await kube.close()
+
+
+def main(file: str, output: str) -> int:
+    if output not in ("table", "json"):
+        print(f"motley plan: --output must be table or json, got {output!r}", file=sys.stderr)
+        return 2
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text()
+        run, late = read_manifest(text)
+        nodes, where = asyncio.run(cluster_nodes())
+        plan = preview(snapshot_of(run, late, nodes), where)
+    except (OSError, yaml.YAMLError, ManifestError) as error:
+        print(f"motley plan: {error}", file=sys.stderr)
+        return 1
+    if output == "json":
+        print(json.dumps(document(plan), indent=1))
+    else:
+        show(plan)
+    return 0
