@@ -315,6 +315,33 @@ async def test_an_agent_that_hangs_up_frees_its_engine(stage: Any) -> None:
     await asyncio.wait_for(_until(lambda: stage.router.table.sessions_active == 0), 10)
 
 
+async def test_an_agent_that_hangs_up_in_mid_stream_casts_no_suspicion_on_its_engine(stage: Any) -> None:
+    engine = await stage.engine("e1")
+    await stage.fleet(g=1000)
+    hung_up = asyncio.Event()
+
+    async def endless(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        try:
+            while True:
+                await response.write(b"data: {}\n\n")
+                await asyncio.sleep(0.001)
+        finally:
+            hung_up.set()
+
+    engine.script = endless
+    async with stage.client.post(stage.url + "/generate", json={"input_ids": [1], "stream": True}) as response:
+        await response.content.readuntil(b"\n\n")
+        response.close()
+    await asyncio.wait_for(hung_up.wait(), 10)
+    await asyncio.wait_for(_until(lambda: stage.router.table.sessions_active == 0), 10)
+    assert not stage.router.table.engines["e1"].suspect
+    assert len(engine.seen) == 1
+    _, metrics = await stage.call("GET", "/metrics")
+    assert 'motley_router_proxied_requests_total{outcome="AgentGone",path="/generate"} 1.0' in metrics.splitlines()
+
+
 async def _until(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0.01)

@@ -14,7 +14,7 @@ happens when an engine dies.
 from __future__ import annotations
 
 import asyncio
-import itertools
+import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
@@ -99,16 +99,14 @@ class Reply:
         if self._stream and not self._tail.endswith((b"\n\n", b"\r\n\r\n")):
             return False
         await self._begin(200, {"Content-Type": EVENT_STREAM if self._stream else "application/json"})
-        assert self._response is not None
-        await self._response.write(b": keep-alive\n\n" if self._stream else b" ")
+        await self._send(b": keep-alive\n\n" if self._stream else b" ")
         return True
 
     async def write(self, chunk: bytes, *, status: int, headers: dict[str, str]) -> None:
         await self._begin(status, headers)
-        assert self._response is not None
         self.content_sent = True
         self._tail = (self._tail + chunk)[-4:]
-        await self._response.write(chunk)
+        await self._send(chunk)
 
     async def finish(self, body: bytes, *, status: int, headers: dict[str, str]) -> web.StreamResponse:
         """The rest of the reply, or all of it."""
@@ -118,8 +116,7 @@ class Reply:
             return self._response
         if body:
             await self.write(body, status=status, headers=headers)
-        await self._response.write_eof()
-        return self._response
+        return await self._end()
 
     async def fail(self, error: RequestError) -> web.StreamResponse:
         """Tells a failure: by status if nothing was sent, in the body if it can, else by breaking off."""
@@ -133,15 +130,34 @@ class Reply:
             if self._request.transport is not None:
                 self._request.transport.abort()
             return self._response
-        await self._response.write(body)
-        await self._response.write_eof()
+        await self._send(body)
+        return await self._end()
+
+    # A failed write is the agent's doing; as an error of aiohttp it would look like the engine's.
+
+    async def _send(self, data: bytes) -> None:
+        assert self._response is not None
+        try:
+            await self._response.write(data)
+        except ConnectionError as error:
+            raise AgentGoneError from error
+
+    async def _end(self) -> web.StreamResponse:
+        assert self._response is not None
+        try:
+            await self._response.write_eof()
+        except ConnectionError as error:
+            raise AgentGoneError from error
         return self._response
 
     async def _begin(self, status: int, headers: dict[str, str]) -> None:
         if self._response is None:
             # No proxy in between may hold events back.
             self._response = web.StreamResponse(status=status, headers={**headers, "X-Accel-Buffering": "no"})
-            await self._response.prepare(self._request)
+            try:
+                await self._response.prepare(self._request)
+            except ConnectionError as error:
+                raise AgentGoneError from error
 
 
 class Proxy:
@@ -149,7 +165,6 @@ class Proxy:
 
     def __init__(self, router: Router) -> None:
         self.router = router
-        self._once = itertools.count(1)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await read_body(request, self.router.settings.max_body_bytes)
@@ -170,20 +185,21 @@ class Proxy:
     ) -> web.StreamResponse:
         """Sends `body` to /generate of the session's engine and the translated reply to the agent."""
         table, settings = self.router.table, self.router.settings
-        session = key if key is not None else f"once/{next(self._once)}"
+        session = key if key is not None else f"once/{secrets.token_hex(8)}"
         if session in self.router.lost:
             raise RequestError(410, "SessionLost", f"session {session!r} lost its engine; its group has no other")
         lease = self.router.place(session, min_version=_min_version(request), ttl_s=settings.proxy_ttl_s)
         reply = Reply(request, stream=stream)
         outcome = "failed"
         try:
-            response = await self._attempts(request, body, lease, reply, translator)
-            outcome = "ok" if response.status < 400 else str(response.status)
-            return response
-        except RequestError as error:
-            outcome = error.reason
-            return await reply.fail(error)
-        except (AgentGoneError, ConnectionError):
+            try:
+                response = await self._attempts(request, body, lease, reply, translator)
+                outcome = "ok" if response.status < 400 else str(response.status)
+                return response
+            except RequestError as error:
+                outcome = error.reason
+                return await reply.fail(error)
+        except AgentGoneError:
             outcome = "AgentGone"
             return web.Response(status=499)
         finally:
@@ -246,22 +262,33 @@ class Proxy:
     async def _attempt(
         self, lease: Lease, body: bytes, headers: dict[str, str], reply: Reply, translator: Translator
     ) -> web.StreamResponse:
-        send = self.router.client.post(f"{lease.url}/generate", data=body, headers=headers)
-        async with await self._watched(send, lease, reply) as upstream:
+        upstream, raw = await self._watched(self._send(lease, body, headers), lease, reply)
+        async with upstream:
             passed = {name: upstream.headers[name] for name in PASSED_REPLY_HEADERS if name in upstream.headers}
-            streamed = upstream.status == 200 and upstream.content_type == EVENT_STREAM
-            if not streamed:
-                raw = await self._watched(upstream.read(), lease, reply)
-                if upstream.status != 200:
-                    if reply.begun:
-                        message = raw[:2000].decode("utf-8", "replace")
-                        raise RequestError(upstream.status, "EngineRefused", f"engine {lease.engine}: {message}")
-                    return await reply.finish(raw, status=upstream.status, headers=passed)
+            if raw is None:
+                while chunk := await self._watched(upstream.content.readany(), lease, reply):
+                    if piece := translator.piece(chunk):
+                        await reply.write(piece, status=200, headers=passed)
+                return await reply.finish(translator.end(), status=200, headers=passed)
+            if upstream.status == 200:
                 return await reply.finish(translator.whole(raw), status=200, headers=passed)
-            while chunk := await self._watched(upstream.content.readany(), lease, reply):
-                if piece := translator.piece(chunk):
-                    await reply.write(piece, status=200, headers=passed)
-            return await reply.finish(translator.end(), status=200, headers=passed)
+            if reply.begun:
+                message = raw[:2000].decode("utf-8", "replace")
+                raise RequestError(upstream.status, "EngineRefused", f"engine {lease.engine}: {message}")
+            return await reply.finish(raw, status=upstream.status, headers=passed)
+
+    async def _send(
+        self, lease: Lease, body: bytes, headers: dict[str, str]
+    ) -> tuple[aiohttp.ClientResponse, bytes | None]:
+        """The engine's answer and its whole body, so that half a body can be asked for again; None: an event stream."""
+        upstream = await self.router.client.post(f"{lease.url}/generate", data=body, headers=headers)
+        if upstream.status == 200 and upstream.content_type == EVENT_STREAM:
+            return upstream, None
+        try:
+            return upstream, await upstream.read()
+        except BaseException:
+            upstream.close()
+            raise
 
     async def _watched[T](self, work: Awaitable[T], lease: Lease, reply: Reply) -> T:
         """Waits for an engine, keeping session and connection alive; gives up when the engine left."""
