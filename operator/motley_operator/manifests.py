@@ -108,11 +108,9 @@ def token_secret(run: RunRef, token: str) -> Json:
     }
 
 
-def run_config_map(run: RunRef, spec: RLRunSpec, sessions: int) -> Json:
-    """run.json: the spec with defaults, and rollout.sessions filled in with the fleet's declared capacity."""
-    document = spec.to_json_dict()
-    document.setdefault("rollout", {}).setdefault("sessions", sessions)
-    data = {keys.RUN_CONFIG_KEY: json.dumps(document, indent=1, sort_keys=True)}
+def run_config_map(run: RunRef, spec: RLRunSpec) -> Json:
+    """run.json: the spec with defaults. Without rollout.sessions the workers follow the capacity that the router tells."""
+    data = {keys.RUN_CONFIG_KEY: json.dumps(spec.to_json_dict(), indent=1, sort_keys=True)}
     return _object("v1", "ConfigMap", run, names.run_config(run.name), run.owner(), labels(run.name), data=data)
 
 

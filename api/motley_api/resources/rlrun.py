@@ -494,6 +494,10 @@ class GroupStatus(Model):
     turns_per_engine_hour: (
         Annotated[Total, Field(description="turnsPerEngineHour: declared, or as last measured; prices a turn.")] | None
     ) = None
+    usd_per_turn: (
+        Annotated[DecimalString, Field(description="usdPerTurn: price of an engine-hour over turnsPerEngineHour.")]
+        | None
+    ) = None
     usd_per_million_tokens: DecimalString | None = None
 
 

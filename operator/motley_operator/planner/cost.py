@@ -166,9 +166,12 @@ class EngineRate:
     turns_per_hour: Decimal | None  # at the latency bound: declared, else measured
     sessions: int
     engines: int = 1
+    last_usd_per_turn: Decimal | None = None  # of a group that left: its last samples arrive after it
 
     @property
     def usd_per_turn(self) -> Decimal | None:
+        if self.last_usd_per_turn is not None:
+            return self.last_usd_per_turn
         if self.usd_per_hour is None or not self.turns_per_hour:
             return None
         return self.usd_per_hour / self.turns_per_hour
@@ -225,8 +228,8 @@ class StepBill:
     sampler: Decimal | None
     trainer: Decimal | None
     work_priced: Decimal | None
-    idle: Decimal | None  # billed samplers less the work they did
-    discarded: Decimal | None  # part of work_priced that was delivered and not trained on
+    idle: Decimal | None  # billed samplers less the work they did, useful or discarded
+    discarded: Decimal | None  # work that was delivered and not trained on, beside work_priced
     baseline: Decimal | None  # the same turns on the baseline
     baseline_billed: Decimal | None  # the baseline, sized to the fleet's sessions, for the same time
     group_usd: Mapping[str, Decimal | None]  # billed
@@ -248,22 +251,24 @@ def step_bill(
     capacity_sessions: int,
 ) -> StepBill:
     """Price one step that took [started, finished)."""
+    trained = sum(group.samples for group in record.groups)
+    turns = sum(group.turns for group in record.groups)
     work: list[Decimal | None] = []
     lost: list[Decimal | None] = []
     for group in record.groups:
-        if not group.turns:
-            continue
         rate = rates.get(group.name)
         per_turn = rate.usd_per_turn if rate is not None else None
-        cost = None if per_turn is None else group.turns * per_turn
-        delivered = group.samples + group.discarded
-        work.append(cost)
-        lost.append(None if cost is None else cost * group.discarded / delivered if delivered else Decimal(0))
+        if group.turns:
+            work.append(None if per_turn is None else group.turns * per_turn)
+        if group.discarded:
+            # Their turns are not in the ledger: as many each as the group's trained samples took, else as the step's.
+            own = (group.turns, group.samples) if group.samples else (turns, trained)
+            known = per_turn is not None and own[1] > 0
+            lost.append(group.discarded * per_turn * own[0] / own[1] if known and per_turn is not None else None)
     samplers = [pod for pod in pods if pod.role == keys.ROLE_SAMPLER]
     sampler = billed_between(samplers, started, finished, prices)
-    work_priced = add(*work)
+    work_priced, discarded = add(*work), add(*lost)
     seconds = Decimal(microseconds(finished - started)) / 1_000_000
-    turns = sum(group.turns for group in record.groups)
     on_baseline = baseline_usd_per_turn(baseline, prices, rates.values()) if baseline else None
     hourly = baseline_usd_per_hour(baseline, prices) if baseline else None
     return StepBill(
@@ -273,8 +278,10 @@ def step_bill(
         sampler=sampler,
         trainer=billed_between((pod for pod in pods if pod.role == keys.ROLE_TRAINER), started, finished, prices),
         work_priced=work_priced,
-        idle=None if sampler is None or work_priced is None else max(Decimal(0), sampler - work_priced),
-        discarded=add(*lost),
+        idle=None
+        if sampler is None or work_priced is None or discarded is None
+        else max(Decimal(0), sampler - work_priced - discarded),
+        discarded=discarded,
         baseline=None if on_baseline is None else on_baseline * turns,
         baseline_billed=None
         if hourly is None or baseline is None

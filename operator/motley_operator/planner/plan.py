@@ -176,6 +176,10 @@ def engine_rates(seen: Snapshot, prices: Mapping[cost.PriceKey, Decimal]) -> dic
             sessions=group.spec.sessions_per_engine,
             engines=max(1, ready_engines(seen, group.name)),
         )
+    for row in seen.status.groups:
+        if row.name not in found and row.usd_per_turn is not None:
+            left = Decimal(row.usd_per_turn)
+            found[row.name] = cost.EngineRate(row.name, None, None, sessions=0, engines=0, last_usd_per_turn=left)
     return found
 
 
@@ -261,7 +265,7 @@ def actions(seen: Snapshot, made: Decided) -> list[Action]:
     if not seen.has_token:
         found.append(Create(manifests.token_secret(run, seen.fresh_token)))
     wanted: list[Object] = [
-        manifests.run_config_map(run, seen.spec, declared_sessions(seen)),
+        manifests.run_config_map(run, seen.spec),
         manifests.fleet_config_map(run, made.fleet),
         manifests.router_service(run),
         manifests.trainer_service(run),
@@ -279,10 +283,6 @@ def actions(seen: Snapshot, made: Decided) -> list[Action]:
         found += workloads(seen, made, run, urls)
         found += pushes(seen, made, urls)
     return found
-
-
-def declared_sessions(seen: Snapshot) -> int:
-    return max(1, sum(group.spec.replicas * group.spec.sessions_per_engine for group in seen.groups if usable(group)))
 
 
 def _to_apply(seen: Snapshot, run: manifests.RunRef, manifest: Object) -> bool:

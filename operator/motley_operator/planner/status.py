@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from motley_operator.planner.plan import Decided
 
 KEPT_DECISIONS = 10
+MAX_GROUPS = 256
 
 
 def decimal(value: float | None, digits: int = 4) -> str | None:
@@ -78,7 +79,7 @@ def run_status(seen: Snapshot, made: Decided) -> tuple[RLRunStatus, tuple[Findin
         if evaluation is not None
         else old.evaluation_reward,
         mismatch=_mismatch(seen, made, last),
-        groups_ready=f"{sum(group.engines > 0 and group.ready >= group.engines for group in groups)}/{len(groups)}",
+        groups_ready=_groups_ready(seen, groups),
         groups=groups,
         step_costs=step_costs,
         cost_per_step=Cost(**ledger.mean_cost(step_costs)) if step_costs else None,
@@ -88,6 +89,12 @@ def run_status(seen: Snapshot, made: Decided) -> tuple[RLRunStatus, tuple[Findin
         **measured,
     )
     return found, findings
+
+
+def _groups_ready(seen: Snapshot, rows: Sequence[GroupStatus]) -> str:
+    there = {group.name for group in seen.groups}
+    live = [row for row in rows if row.name in there]
+    return f"{sum(row.engines > 0 and row.ready >= row.engines for row in live)}/{len(there)}"
 
 
 def _measured(last: records.StepRecord | None, old: RLRunStatus) -> dict[str, str | None]:
@@ -124,8 +131,7 @@ def run_groups(seen: Snapshot, made: Decided) -> list[GroupStatus]:
         if group.error:
             continue
         before = old.get(group.name)
-        trained = sum(item.samples for record in made.new_steps for item in record.groups if item.name == group.name)
-        rate = made.rates[group.name].turns_per_hour
+        rate, per_turn = made.rates[group.name].turns_per_hour, made.rates[group.name].usd_per_turn
         placed = share.get(group.name)
         found.append(
             GroupStatus(
@@ -136,14 +142,30 @@ def run_groups(seen: Snapshot, made: Decided) -> list[GroupStatus]:
                 ready=sum(pod.serves for pod in _pods(seen, group.name)),
                 capacity_sessions=placed.capacity_sessions if placed else 0,
                 share_percent=share_percent(placed.share_milli if placed else 0),
-                samples=(before.samples if before else 0) + trained,
+                samples=(before.samples if before else 0) + _trained(made, group.name),
+                usd_per_turn=decimal(float(per_turn), 6) if per_turn is not None else None,
                 turns_per_engine_hour=int(rate) if rate is not None and rate >= 1 else None,
                 usd_per_million_tokens=_usd_per_million(group.name, made)
                 or (before.usd_per_million_tokens if before else None),
                 **_group_measures(latest.get(group.name), before),
             )
         )
-    return found
+    return sorted([*found, *_left(seen, made, old)], key=lambda group: group.name)[:MAX_GROUPS]
+
+
+def _left(seen: Snapshot, made: Decided, old: Mapping[str, GroupStatus]) -> list[GroupStatus]:
+    """Groups that left stay in the table with what they did; their last samples may still arrive."""
+    there = {group.name for group in seen.groups}
+    nothing = {"engines": 0, "ready": 0, "capacity_sessions": 0, "share_percent": "0"}
+    return [
+        row.model_copy(update={**nothing, "samples": row.samples + _trained(made, name)})
+        for name, row in old.items()
+        if name not in there
+    ]
+
+
+def _trained(made: Decided, group: str) -> int:
+    return sum(item.samples for record in made.new_steps for item in record.groups if item.name == group)
 
 
 def _group_measures(
@@ -452,7 +474,7 @@ def group_statuses(
             capacity_sessions=row.capacity_sessions if row else None,
             share_percent=row.share_percent if row else None,
             out_of_range_percent=row.out_of_range_percent if row else None,
-            version=row.version if row else None,
+            version=row.version if row and row.version >= 0 else None,
             usd_per_million_tokens=row.usd_per_million_tokens if row else None,
             status=summary(found, "Ready").reason,
         )
