@@ -41,8 +41,7 @@ async def _work(worker: Worker, stopping: asyncio.Event) -> None:
         await working  # it ends by itself only by an error
         return
     await worker.stop(GRACE_S)
-    working.cancel()
-    await asyncio.gather(working, return_exceptions=True)
+    await working
 
 
 def _app(metrics: Metrics) -> web.Application:

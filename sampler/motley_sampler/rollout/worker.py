@@ -49,6 +49,7 @@ class Worker:
     _running: set[asyncio.Task[None]] = field(default_factory=set)
     _freed: asyncio.Event = field(default_factory=asyncio.Event)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _stopped: asyncio.Event = field(default_factory=asyncio.Event)
     _capacity_read_s: float = float("-inf")
     _asked_s: float = float("-inf")
     _name: str = ""
@@ -58,7 +59,7 @@ class Worker:
         self._name = f"{self.settings.worker}/{uuid.uuid4().hex[:8]}"
 
     async def run(self) -> None:
-        """Works until `stop` is called; cancelled, it drops everything."""
+        """Works until `stop` has finished; cancelled, it drops everything."""
         sending = asyncio.create_task(self.delivery.run())
         try:
             failures = 0
@@ -79,6 +80,7 @@ class Worker:
                     self._pending.extend((work, sample) for sample in work.samples)
                 if not works:
                     await self._wait(wait_s if wait_s is not None else backoff_s(failures))
+            await self._stopped.wait()
         finally:
             sending.cancel()
             for task in self._running:
@@ -179,10 +181,13 @@ class Worker:
         if self._running:
             await asyncio.wait(set(self._running), timeout=0.7 * grace_s)
         self.metrics.abandoned.labels("Stopping").inc(len(self._running))
-        for task in set(self._running):
+        abandoned = set(self._running)
+        for task in abandoned:
             task.cancel()
+        await asyncio.gather(*abandoned, return_exceptions=True)
         delivered = await self.delivery.flush(0.3 * grace_s)
         log("stopped", spooled=len(self.delivery.spool), delivered=delivered)
+        self._stopped.set()
 
 
 def _seconds(text: str | None) -> float:
