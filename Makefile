@@ -23,12 +23,12 @@ demo: setup ## a whole run on the local cluster (KEEP=1 leaves it up; SGLANG=1 s
 
 .PHONY: test
 test: setup ## every test that this machine can run
-	@$(PY) -m motley_local.main binaries
+	@$(PY) -m motley_local.main build
 	@$(PY) -m pytest -q $(ARGS)
 
 .PHONY: test-e2e
 test-e2e: setup ## one short run end to end on the local cluster
-	@$(PY) -m motley_local.main binaries
+	@$(PY) -m motley_local.main build
 	@$(PY) -m pytest -q -m e2e --e2e $(ARGS)
 
 .PHONY: verify
