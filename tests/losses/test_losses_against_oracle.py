@@ -1,20 +1,12 @@
 """Value and gradient of every choice against a dense float64 oracle, over random small vocabularies."""
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from losses import oracle
 from motley_trainer.losses import Mis, Objective, Support, Tis, Tokens, Unweighted, token_losses, vocab
-
-_spec = importlib.util.spec_from_file_location("oracle", Path(__file__).with_name("oracle.py"))
-assert _spec
-assert _spec.loader
-oracle = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(oracle)
 
 WEIGHTS = {
     "none": (Unweighted(), oracle.unweighted),

@@ -13,5 +13,5 @@ def configure(component: str) -> None:
         format=f"time=%(asctime)s level=%(levelname)s component={component} %(message)s",
         datefmt="%Y-%m-%dT%H:%M:%S%z",
     )
-    for chatty in ("megatron", "aiohttp.access", "torch"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    for chatty, level in (("aiohttp.access", logging.WARNING), ("torch", logging.WARNING), ("megatron", logging.ERROR)):
+        logging.getLogger(chatty).setLevel(level)

@@ -23,7 +23,7 @@ from motley_trainer import logs
 from motley_trainer.buffer.core import BufferCore
 from motley_trainer.buffer.db import BufferBrokenError, BufferDb
 from motley_trainer.buffer.ledger import Ledger
-from motley_trainer.buffer.service import BufferService
+from motley_trainer.buffer.service import RUNNER_OPTIONS, BufferService
 from motley_trainer.settings import ENV_SOCKET, Settings, SettingsError, from_environment
 from motley_trainer.source import SourceError, check_model, task_names, train_tasks
 
@@ -99,7 +99,7 @@ async def _serving(service: BufferService, settings: Settings, socket: Path) -> 
     """Both doors of the buffer, on this pod's own address and on a socket file that only this pod's user can open."""
     runners = []
     for app in (service.public_app(), service.local_app()):
-        runner = web.AppRunner(app, access_log=None, auto_decompress=False, shutdown_timeout=5.0)
+        runner = web.AppRunner(app, **RUNNER_OPTIONS)
         await runner.setup()
         runners.append(runner)
     try:

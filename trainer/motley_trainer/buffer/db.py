@@ -59,7 +59,8 @@ class BufferDb:
             self._db.execute("pragma synchronous=full")
             problem = self._db.execute("pragma quick_check(1)").fetchone()[0]
             if problem != "ok":
-                raise BufferBrokenError(f"{path}: the trajectory buffer is damaged ({problem}); {_MEND}")
+                where = " ".join(problem.split())
+                raise BufferBrokenError(f"{path}: the trajectory buffer is damaged ({where}); {_MEND}")
             self._db.executescript(SCHEMA)
             self._db.execute("create table if not exists owner (run_uid text not null)")
             owner = self._db.execute("select run_uid from owner").fetchone()
@@ -176,15 +177,15 @@ class BufferDb:
         return dealt
 
     def settle(self, *, now_s: float, gone: Callable[[str], bool]) -> list[tuple[int, Fate]]:
-        """Closes, redeals or drops what is due. Returns what was decided, for the log."""
+        """Closes, redeals or drops what is due. Returns what was decided of train groups, for the log."""
         decided: list[tuple[int, Fate]] = []
         with self._transaction() as db:
             rows = db.execute(
                 "select w.id, w.samples, w.deals, w.deadline_s, w.worker, count(t.id),"
-                " coalesce(sum(t.fate is null and t.reward is not null), 0)"
+                " coalesce(sum(t.fate is null and t.reward is not null), 0), w.split"
                 " from works w left join trajectories t on t.work = w.id where w.state = 'open' group by w.id"
             ).fetchall()
-            for work, samples, deals, deadline_s, worker, delivered, graded in rows:
+            for work, samples, deals, deadline_s, worker, delivered, graded, split in rows:
                 if worker is None and delivered < samples:
                     continue
                 fate = fate_of_group(
@@ -198,7 +199,8 @@ class BufferDb:
                 )
                 if fate is not Fate.WAIT:
                     _settle_group(db, work, fate, now_s)
-                    decided.append((work, fate))
+                    if split == "train":
+                        decided.append((work, fate))
             _finish_evaluations(db)
         return decided
 

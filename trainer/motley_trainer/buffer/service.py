@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 512 << 20
 POLL_S = 1.0  # deadlines are looked at this often while rank 0 waits
+# aiohttp would refuse zstd bodies without a codec of its own choice: they are unpacked here, within bounds.
+RUNNER_OPTIONS: dict[str, Any] = {"access_log": None, "auto_decompress": False, "shutdown_timeout": 5.0}
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 type Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

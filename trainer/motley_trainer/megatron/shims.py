@@ -4,11 +4,14 @@ S1  transformer/moe/ops/paged_stash.py imports triton unguarded, and nothing of 
 S2  megatron.core asks the CUDA runtime without a guard: current_device() as the device to allocate on, synchronize(),
     current_stream(), Stream. torch.cpu has the same functions.
 S3  the optimizer and the checkpoint writer hardcode device="cuda": `cuda_means_cpu()` is entered only around them.
+S4  megatron.core decorates kernels with torch.compile at import, which alone costs 6 CPU-seconds and 80 MB for a
+    compiler that a CPU run never calls: while it is imported, torch.compile leaves functions as they are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 import types
 import warnings
@@ -25,10 +28,12 @@ def apply() -> None:
     """Idempotent. Must run before anything of megatron.core is imported."""
     # Megatron warns at import of every kernel library that a CPU has no use for.
     warnings.filterwarnings("ignore", module=r"megatron\..*")
+    warnings.filterwarnings("ignore", category=SyntaxWarning)
     if not CPU or hasattr(torch.cuda, "_motley_cpu"):
         return
     _stand_in_for_paged_stash()
     _cuda_runtime_means_cpu()
+    _import_without_compiling()
     torch.cuda._motley_cpu = True  # type: ignore[attr-defined]
 
 
@@ -47,6 +52,18 @@ def _stand_in_for_paged_stash() -> None:
     module.GLOBAL_BLOCK_SIZE = 1024  # type: ignore[attr-defined]
     module.paged_stash_copy_kernel = module.paged_stash_pop_kernel = None  # type: ignore[attr-defined]
     sys.modules[name] = module
+
+
+def _import_without_compiling() -> None:
+    def as_it_is(function: Any = None, **options: Any) -> Any:
+        return function if function is not None else lambda decorated: decorated
+
+    compile_function = torch.compile
+    torch.compile = as_it_is  # type: ignore[assignment]
+    try:
+        importlib.import_module("megatron.core.models.gpt")
+    finally:
+        torch.compile = compile_function
 
 
 def _cuda_runtime_means_cpu() -> None:

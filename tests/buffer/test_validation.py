@@ -1,0 +1,104 @@
+"""What a trajectory must be before it is acknowledged: each refusal names its field."""
+
+import msgspec
+import numpy as np
+import pytest
+from motley_api.records import Candidates, Turn
+from motley_trainer.buffer.validate import RefusedError, check
+from trainer.kit import RUN, make_trajectory, make_work
+
+
+def accept(trajectory, **options):
+    check(trajectory, **({"run": RUN, "published": 3, "quarantined": frozenset()} | options))
+
+
+def changed(**fields):
+    return msgspec.structs.replace(make_trajectory(make_work(), 1), **fields)
+
+
+def turns(*pairs, versions=(0, 0)):
+    return [Turn(start=a, end=b, start_version=versions[0], end_version=versions[1], latency_s=1.0) for a, b in pairs]
+
+
+def supports(size: int, *, q=(0.6, 0.4), ids=(5, 7), own=0):
+    """`size` generated tokens, each id 5 (own=0) drawn from two candidates."""
+    return changed(
+        token_ids=np.full(size + 2, ids[own], "<i4").tobytes(),
+        turns=turns((2, size + 2)),
+        logprobs=np.full(size, np.log(q[own]), "<f4").tobytes(),
+        candidates=Candidates(
+            counts=np.full(size, 2, "<u2").tobytes(),
+            ids=np.tile(np.array(ids, "<u4"), size).tobytes(),
+            logprobs=np.tile(np.log(np.array(q)).astype("<f4"), size).tobytes(),
+        ),
+    )
+
+
+def test_a_sound_trajectory_is_accepted():
+    accept(make_trajectory(make_work(), 0))
+    accept(supports(3))
+
+
+@pytest.mark.parametrize(
+    ("trajectory", "field"),
+    [
+        (changed(run="other"), "run: is 'other'"),
+        (changed(id="1/9"), "id: is '1/9', want '<work>/<sample>' = '1/1'"),
+        (changed(reward=float("nan")), "reward"),
+        (changed(temperature=0.0), "temperature"),
+        (changed(token_ids=b"123"), "tokenIds: 3 bytes"),
+        (changed(turns=turns((6, 200))), r"turns\[0\]: \[6, 200\)"),
+        (changed(turns=turns((6, 9), (8, 10))), r"turns\[1\]: \[8, 10\) overlaps"),
+        (changed(turns=turns((0, 2))), "starts at token 0"),
+        (changed(turns=turns((6, 9), versions=(3, 2))), "versions 3 to 2"),
+        (changed(turns=turns((6, 9), versions=(-1, 0))), "versions -1 to 0"),
+        (changed(logprobs=b""), "logprobs: 0 of them"),
+        (changed(candidates=None), "candidates: missing"),
+        (supports(2, q=(0.6, 0.3)), "support of generated token 0 sums to 0.9"),
+        (supports(2, ids=(5, 5)), "an id occurs twice"),
+        (supports(2, q=(2.0, 0.4)), "above 0"),
+    ],
+)
+def test_refusals_name_the_field(trajectory, field):
+    with pytest.raises(RefusedError, match=field):
+        accept(trajectory)
+
+
+def test_a_sampled_token_outside_its_support_is_refused():
+    good = supports(2)
+    with pytest.raises(RefusedError, match="sampled id 9 of generated token 0 is not in its support"):
+        accept(msgspec.structs.replace(good, token_ids=np.full(4, 9, "<i4").tobytes()))
+
+
+def test_log_probs_from_before_the_filter_are_refused():
+    # The support says .6, but the token's own log-prob is that of the unfiltered .54.
+    with pytest.raises(RefusedError, match="taken before the filter"):
+        accept(msgspec.structs.replace(supports(2), logprobs=np.full(2, np.log(0.54), "<f4").tobytes()))
+
+
+def test_a_version_that_is_not_published_is_refused_until_it_is():
+    ahead = changed(turns=turns((6, 9), versions=(3, 4)), logprobs=b"")
+    with pytest.raises(RefusedError, match="version: 4 is not published"):
+        accept(ahead, published=3)
+    accept(make_trajectory(make_work(), 0, version=4), published=4)
+
+
+def test_samples_of_a_quarantined_group_are_refused():
+    with pytest.raises(RefusedError, match="h100-fp8 is quarantined"):
+        accept(make_trajectory(make_work(), 0), quarantined=frozenset({"h100-fp8"}))
+
+
+def test_a_log_prob_that_is_not_a_number_is_left_to_the_loss():
+    trajectory = supports(2)
+    broken = np.frombuffer(trajectory.logprobs, "<f4").copy()
+    broken[1] = np.nan
+    accept(msgspec.structs.replace(trajectory, logprobs=broken.tobytes()))
+
+
+def test_unfiltered_sampling_without_candidates_is_accepted_where_no_candidates_are_needed():
+    plain = changed(candidates=None, top_p=1.0, top_k=-1)
+    accept(plain, candidates_needed=False)
+    with pytest.raises(RefusedError, match="candidates"):
+        accept(plain)
+    with pytest.raises(RefusedError, match="filtered"):
+        accept(changed(candidates=None), candidates_needed=False)
