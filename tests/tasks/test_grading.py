@@ -43,7 +43,7 @@ async def test_graded_files_stay_as_they_were(host: SandboxHost, make_task: Any,
         ("echo nan > /logs/verifier/reward.txt", GradingFailure.INVALID_REWARD),
         ("echo passed > /logs/verifier/reward.txt", GradingFailure.INVALID_REWARD),
         (": > /logs/verifier/reward.txt", GradingFailure.INVALID_REWARD),
-        ("ln -s /etc/hostname /logs/verifier/reward.txt", GradingFailure.INVALID_REWARD),
+        ("ln -s {outside} /logs/verifier/reward.txt", GradingFailure.INVALID_REWARD),
         ("mkfifo /logs/verifier/reward.txt", GradingFailure.INVALID_REWARD),
         ('echo \'{"a": 1, "b": 0}\' > /logs/verifier/reward.json', GradingFailure.INVALID_REWARD),
         ("echo '{' > /logs/verifier/reward.json", GradingFailure.INVALID_REWARD),
@@ -54,6 +54,8 @@ async def test_graded_files_stay_as_they_were(host: SandboxHost, make_task: Any,
 async def test_a_grader_that_fails_gives_no_reward(
     host: SandboxHost, make_task: Any, tmp_path: Path, script: str, want: GradingFailure
 ) -> None:
+    (tmp_path / "outside").write_text("1")  # a link to it would be a reward, were it followed
+    script = script.replace("{outside}", str(tmp_path / "outside"))
     timeout_s = 1.0 if "sleep" in script else 60.0
     folder = make_task(**{"tests/test.sh": script, "task.toml": f"[verifier]\ntimeout_sec = {timeout_s}\n"})
     with pytest.raises(GradingError) as error:
