@@ -17,6 +17,7 @@ import pytest
 from motley_api import keys
 from motley_api.records import Fleet, GroupShare, RouterStatus
 from motley_sampler.router.main import ConfigError, settings_from
+from yarl import URL
 
 StageOf = Callable[..., Awaitable[Any]]
 
@@ -29,6 +30,9 @@ async def test_a_session_is_placed_renewed_and_ended(stage: Any) -> None:
     want = {"session": "work/7/0", "group": "g", "view": "bf16", "engine": "e1", "url": engine.url, "ttl_s": 30.0}
     assert lease == want
     assert await stage.call("PUT", "/v1/sessions/work/7/0", lease) == (200, want)
+    quoted = URL(stage.url + "/v1/sessions/work%2F7%2F0", encoded=True)
+    async with stage.client.put(quoted, data=msgspec.json.encode(lease)) as response:
+        assert (response.status, await response.json()) == (200, want)
     assert await stage.call("DELETE", "/v1/sessions/work/7/0") == (204, "")
     assert await stage.call("DELETE", "/v1/sessions/work/7/0") == (204, "")
     _, raw = await stage.call("GET", "/v1/status")
@@ -290,6 +294,25 @@ async def test_metrics_show_sessions_shares_moves_losses_and_refusals(stage: Any
         assert line in text.splitlines()
     assert 'motley_router_lost_sessions_total{group="g"} 1.0' in later.splitlines()
     assert 'motley_router_engines{state="TimedOut"} 1.0' in later.splitlines()
+
+
+async def test_health_fails_when_the_sweep_has_stopped(
+    stage_of: StageOf, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = await stage_of(sweep_s=0.01)
+    assert (await stage.call("GET", "/health"))[0] == 200
+
+    def breaks(**_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(stage.router.table, "sweep", breaks)
+    async with asyncio.timeout(10):
+        while "event=sweep-failed" not in capsys.readouterr().err:
+            await asyncio.sleep(0.01)
+    assert (await stage.call("GET", "/health"))[0] == 200  # it may only be late
+    monkeypatch.setattr(stage.router, "_swept_s", asyncio.get_running_loop().time() - 11)
+    status, answer = await stage.call("GET", "/health")
+    assert (status, answer["reason"]) == (503, "SweepStopped")
 
 
 # The process.

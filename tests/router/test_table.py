@@ -70,8 +70,8 @@ def test_an_engine_that_is_full_takes_no_more_and_takes_again_when_a_session_end
     refusal = table.place("s3", min_version=0, ttl_s=30, now_s=LATER_S)
     assert isinstance(refusal, Refusal)
     assert refusal.reason == "Full"
-    assert table.end("s1")
-    assert not table.end("s1")
+    assert table.end("s1", now_s=LATER_S)
+    assert not table.end("s1", now_s=LATER_S)
     assert placed(table, "s3").engine == "a"
 
 
@@ -91,11 +91,24 @@ def test_a_lease_runs_out_unless_renewed() -> None:
 def test_a_session_that_ended_and_came_again_lives_by_its_new_lease() -> None:
     table = table_with(state("a"))
     placed(table, "s")
-    table.end("s")
+    table.end("s", now_s=LATER_S)
     placed(table, "s", now_s=LATER_S + 5)
     table.hear(state("a"), now_s=LATER_S + 31)
     assert table.sweep(now_s=LATER_S + 31).expired == ()
     assert table.sweep(now_s=LATER_S + 35).expired == ("s",)
+
+
+def test_a_renewal_that_was_overtaken_by_the_end_does_not_revive_the_session() -> None:
+    table = table_with(state("a"))
+    lease = placed(table, "s")
+    table.end("s", now_s=LATER_S)
+    assert table.renew(lease, now_s=LATER_S + 1) is None
+    assert table.sessions_active == 0
+    assert placed(table, "s", now_s=LATER_S + 2) == lease  # asked for anew, it lives
+    table.end("s", now_s=LATER_S + 3)
+    table.hear(state("a"), now_s=LATER_S + 34)
+    table.sweep(now_s=LATER_S + 34)
+    assert table._ended == {}
 
 
 def test_hung_engines_are_found_in_one_sweep_however_many_there_are() -> None:
@@ -258,7 +271,7 @@ def test_growing_from_8_to_12_engines_and_draining_to_6_loses_no_session_and_mov
     hear(grown, LATER_S + 2, draining=leaving)
     assert table.sweep(now_s=LATER_S + 2).moves == ()  # draining moves nobody either
     assert placed(table, "new", now_s=LATER_S + 2, ttl_s=600).engine in grown[:6]
-    assert table.end("new")
+    assert table.end("new", now_s=LATER_S)
     hear(grown[:6], LATER_S + 14)  # the six are past their drain, and gone
     on_leaving = {session for session, lease in leases.items() if lease.engine in leaving}
     moves = table.sweep(now_s=LATER_S + 14).moves
@@ -309,7 +322,7 @@ class AnyFleet(RuleBasedStateMachine):
     def session_ends(self, data: st.DataObject) -> None:
         session = data.draw(st.sampled_from(sorted(self.leases)))
         del self.leases[session]
-        assert self.table.end(session)
+        assert self.table.end(session, now_s=self.now_s)
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
@@ -379,7 +392,7 @@ def test_the_heap_holds_no_more_entries_than_sessions_that_were_placed_in_one_le
     for index, step in enumerate(steps):
         if step == 0:
             placed(table, f"s{index}", now_s=now_s)
-            table.end(f"s{index}")
+            table.end(f"s{index}", now_s=LATER_S)
         elif step == 1:
             table.renew(lease, now_s=now_s)
         else:

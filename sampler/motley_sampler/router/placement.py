@@ -62,6 +62,8 @@ class Limits:
     kv_full_percent: int = 95
     preemption_hold_s: float = 10.0
     """No new sessions for this long after an engine's preemption count grew."""
+    remember_ended_s: float = 30.0
+    """For this long a session that its holder ended is not relearned from a late renewal."""
     forget_engine_s: float = 120.0
     """A timed-out engine stays visible in status for this long."""
 

@@ -205,7 +205,7 @@ class Proxy:
         finally:
             self.router.metrics.proxied.labels(label, outcome).inc()
             if key is None:
-                table.end(session)
+                table.end(session, now_s=self.router.clock())
 
     async def _attempts(
         self,

@@ -12,8 +12,8 @@ GET    /health, /metrics        without a token
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
+import math
 import pathlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -70,10 +70,11 @@ class Router:
         self.clock = clock
         self.table = Table(settings.limits, now_s=clock())
         self.metrics = Metrics(self.table, clock)
+        # Sessions that lost their engine, and when. A lease's holder is told by its renewal; an agent that only knows a
+        # URL by its next request, which must not start a session of the same name in another group.
         self.lost: dict[str, float] = {}
-        """Sessions that lost their engine, and when. A lease's holder is told by its renewal; an agent that only knows a
-        URL by its next request, which must not start a session of the same name in another group."""
         self._fleet_seen: tuple[int, int, int] | None = None
+        self._swept_s = math.inf  # on the event loop's clock
         self._client: aiohttp.ClientSession | None = None
 
     @property
@@ -138,7 +139,7 @@ class Router:
 
     async def delete_session(self, request: web.Request) -> web.Response:
         self.lost.pop(request.match_info["session"], None)
-        self.table.end(request.match_info["session"])
+        self.table.end(request.match_info["session"], now_s=self.clock())
         return web.Response(status=204)
 
     # Engines and the fleet.
@@ -177,6 +178,11 @@ class Router:
         return json_response(self.table.status(self.clock()))
 
     async def get_health(self, request: web.Request) -> web.Response:
+        """Not well when the sweep stopped: expiry and time-outs would, too. A restart is cheap, leases are
+        relearned."""
+        silent_s = asyncio.get_running_loop().time() - self._swept_s
+        if silent_s > max(10.0, 10 * self.settings.sweep_s):
+            raise RequestError(503, "SweepStopped", f"the last sweep was {silent_s:.0f} s ago")
         return web.Response(text="ok\n")
 
     async def get_metrics(self, request: web.Request) -> web.Response:
@@ -235,15 +241,22 @@ class Router:
         async def sweep_for_ever() -> None:
             while True:
                 self.sweep()
+                self._swept_s = asyncio.get_running_loop().time()
                 await asyncio.sleep(self.settings.sweep_s)
 
+        self._swept_s = asyncio.get_running_loop().time()
         task = asyncio.create_task(sweep_for_ever())
+        task.add_done_callback(_tell_failure)
         yield
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await asyncio.gather(task, return_exceptions=True)
         if self._client is not None:
             await self._client.close()
+
+
+def _tell_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log("sweep-failed", error=repr(error))  # /health tells the rest
 
 
 def _checked(fleet: Fleet) -> Fleet:

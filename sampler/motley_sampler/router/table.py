@@ -55,6 +55,8 @@ class Table:
         # One entry a session; it may lie before the real deadline, never after. The count breaks ties.
         self._expiry_heap: list[tuple[float, int, str, _Clock]] = []
         self._heap_count = 0
+        # Sessions that were ended, and when, oldest first: a renewal that was overtaken by the end must not revive one.
+        self._ended: dict[str, float] = {}
         self._silent: set[str] = set()  # engines whose timeout was already reported
         # The view shows the live mappings: taking one costs nothing, and nothing that looks at it writes.
         self._view = FleetView(
@@ -183,6 +185,7 @@ class Table:
         if isinstance(decision, Refusal):
             return decision
         state = self.engines[decision.engine].state
+        self._ended.pop(session, None)
         self._add(Pin(session, decision.group, state.view, state.id, state.url, min_version), ttl_s, now_s)
         self.sessions_total += 1
         return self._lease(session)
@@ -194,8 +197,8 @@ class Table:
     def renew(self, lease: Lease, *, now_s: float) -> Lease | None:
         """The session's lease as it is now; None when its group has no engine for it any more.
 
-        A session not in the table is relearned from its lease. Raises LeaseConflictError when it is known in another
-        group.
+        A session not in the table, and not ended just now, is relearned from its lease. Raises LeaseConflictError
+        when it is known in another group.
         """
         known = self._pins.get(lease.session)
         if known is not None:
@@ -204,6 +207,8 @@ class Table:
                     f"session {lease.session!r} is in group {known.group!r}; its lease says {lease.group!r}"
                 )
             return self._renew_known(lease.session, lease.ttl_s, now_s)
+        if lease.session in self._ended:
+            return None
         pin = Pin(lease.session, lease.group, lease.view, lease.engine, lease.url)
         if placement.left(pin.engine, pin.group, self._view, now_s, self.limits):
             target = placement.rehome(pin, self._view, now_s=now_s, limits=self.limits)
@@ -227,8 +232,10 @@ class Table:
         self._repin(pin, target)
         return self._lease(session)
 
-    def end(self, session: str) -> bool:
-        """Forgets a session. False: it was not known."""
+    def end(self, session: str, *, now_s: float) -> bool:
+        """Ends a session. False: it was not known."""
+        self._ended.pop(session, None)
+        self._ended[session] = now_s
         if session not in self._pins:
             return False
         self._drop(session)
@@ -237,6 +244,8 @@ class Table:
     def sweep(self, *, now_s: float) -> Swept:
         """Ends sessions whose leases ran out, and moves those whose engine left. Call about once a second."""
         expired = self._expire(now_s)
+        while self._ended and now_s - next(iter(self._ended.values())) > self.limits.remember_ended_s:
+            del self._ended[next(iter(self._ended))]
         timed_out = tuple(
             sorted(
                 engine_id
