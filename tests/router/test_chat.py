@@ -15,6 +15,7 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from motley_api import keys
+from motley_sampler.engines.protocol import parse_generate
 from motley_sampler.router import chat
 from motley_sampler.router.chat import ChatRequest, ChatTranslator, Told
 from motley_sampler.router.chat_model import ChatModel, ChatModelError, read_model_folder
@@ -119,6 +120,16 @@ async def test_a_completion_asks_the_engine_with_the_templates_tokens_and_answer
     }
     assert answer["system_fingerprint"] == "g/bf16/v7"
     assert answer["model"] == "demo"
+
+
+async def test_the_reference_engine_accepts_what_a_chat_asks(chat_stage: Any) -> None:
+    """It refuses unknown sampling parameters, and those that it does not have."""
+    await ask(chat_stage, "x", max_tokens=5, temperature=0.5, top_p=0.9, top_k=20, seed=1, stop="END", logprobs=True)
+    body = msgspec.json.decode(chat_stage.engines["e1"].seen[0][0])
+    (asked,), _ = parse_generate(body, vocab_size=400, context_length=200)
+    sampling = asked.sampling
+    assert (sampling.max_new_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (5, 0.5, 0.9, 20)
+    assert (sampling.sampling_seed, sampling.stop_token_ids) == (1, [END])
 
 
 async def test_without_a_limit_the_reply_may_fill_the_context_and_no_more(chat_stage: Any) -> None:

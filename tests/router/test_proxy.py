@@ -28,12 +28,18 @@ async def test_body_and_reply_pass_through_byte_for_byte_with_unknown_fields(sta
     reply = b'{"text": "",   "output_ids": [3], "meta_info": {"odd": 1.50}}'
 
     async def odd(request: web.Request, body: dict[str, Any]) -> web.Response:
-        return web.Response(body=reply, content_type="application/json")
+        own = {"x-motley-version": "7", "Server": "hidden", "Retry-after": "3"}
+        return web.Response(body=reply, content_type="application/json", headers=own)
 
     engine.script = odd
     headers = {keys.ROUTING_KEY_HEADER: "k", keys.MIN_VERSION_HEADER: "1", "X-Private": "stays here"}
     async with stage.client.post(stage.url + "/generate", data=BODY, headers=headers) as response:
         assert (response.status, await response.read()) == (200, reply)
+        told = {name: response.headers.get(name) for name in ("X-Motley-Version", "Retry-After", "Content-Type")}
+        assert told == {"X-Motley-Version": "7", "Retry-After": "3", "Content-Type": "application/json"}
+        place = [response.headers[f"X-Motley-{name}"] for name in ("Group", "View", "Engine")]
+        assert place == ["g", "bf16", "e1"]
+        assert response.headers["Server"] != "hidden"
     raw, seen = engine.seen[0]
     assert raw == BODY
     assert seen[keys.ROUTING_KEY_HEADER] == "k"

@@ -30,6 +30,8 @@ from motley_sampler.router.wire import RequestError, decode, log, read_body
 MAX_ATTEMPTS = 4
 PASSED_REQUEST_HEADERS = ("Content-Type", keys.MIN_VERSION_HEADER, keys.ROUTING_KEY_HEADER)
 PASSED_REPLY_HEADERS = ("Content-Type", "Retry-After", "Content-Encoding")
+OWN_HEADERS = "X-Motley-"  # passed on from the engine's agent, too
+GROUP_HEADER, VIEW_HEADER, ENGINE_HEADER = f"{OWN_HEADERS}Group", f"{OWN_HEADERS}View", f"{OWN_HEADERS}Engine"
 EVENT_STREAM = "text/event-stream"
 
 
@@ -80,8 +82,10 @@ class AgentGoneError(Exception):
 class Reply:
     """The answer to an agent. It begins as late as it can, so that quick failures keep their own status."""
 
-    def __init__(self, request: web.Request, *, stream: bool) -> None:
+    def __init__(self, request: web.Request, lease: Lease, *, stream: bool) -> None:
         self._request, self._stream = request, stream
+        # For life, so they may be told before an engine has answered: whoever grades or trains on the reply needs them.
+        self._place = {GROUP_HEADER: lease.group, VIEW_HEADER: lease.view}
         self._response: web.StreamResponse | None = None
         self._tail = b"\n\n"
         self.content_sent = False  # more than keep-alive bytes: no retry any more
@@ -112,7 +116,7 @@ class Reply:
         """The rest of the reply, or all of it."""
         if self._response is None:
             self.content_sent = True
-            self._response = web.Response(body=body, status=status, headers=headers)
+            self._response = web.Response(body=body, status=status, headers=self._place | headers)
             return self._response
         if body:
             await self.write(body, status=status, headers=headers)
@@ -153,7 +157,8 @@ class Reply:
     async def _begin(self, status: int, headers: dict[str, str]) -> None:
         if self._response is None:
             # No proxy in between may hold events back.
-            self._response = web.StreamResponse(status=status, headers={**headers, "X-Accel-Buffering": "no"})
+            headers = {**self._place, **headers, "X-Accel-Buffering": "no"}
+            self._response = web.StreamResponse(status=status, headers=headers)
             try:
                 await self._response.prepare(self._request)
             except ConnectionError as error:
@@ -189,7 +194,7 @@ class Proxy:
         if session in self.router.lost:
             raise RequestError(410, "SessionLost", f"session {session!r} lost its engine; its group has no other")
         lease = self.router.place(session, min_version=_min_version(request), ttl_s=settings.proxy_ttl_s)
-        reply = Reply(request, stream=stream)
+        reply = Reply(request, lease, stream=stream)
         outcome = "failed"
         try:
             try:
@@ -264,7 +269,8 @@ class Proxy:
     ) -> web.StreamResponse:
         upstream, raw = await self._watched(self._send(lease, body, headers), lease, reply)
         async with upstream:
-            passed = {name: upstream.headers[name] for name in PASSED_REPLY_HEADERS if name in upstream.headers}
+            passed = {ENGINE_HEADER: lease.engine}
+            passed |= {name: value for name, value in upstream.headers.items() if _is_passed(name)}
             if raw is None:
                 while chunk := await self._watched(upstream.content.readany(), lease, reply):
                     if piece := translator.piece(chunk):
@@ -313,6 +319,10 @@ class Proxy:
         finally:
             if not task.done():
                 task.cancel()
+
+
+def _is_passed(name: str) -> bool:
+    return name.title() in PASSED_REPLY_HEADERS or name.title().startswith(OWN_HEADERS)
 
 
 def session_key(request: web.Request, peek: Peek) -> str | None:
