@@ -19,6 +19,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import random
 import statistics
 import sys
 import tempfile
@@ -232,10 +233,10 @@ async def turn(client: aiohttp.ClientSession, url: str, key: str) -> str:
 
 async def latencies_ms(client: aiohttp.ClientSession, targets: list[Target], turns: int) -> dict[str, float]:
     """Median milliseconds of a turn, each target in its turn."""
+    order = random.Random(0)
     taken: dict[str, list[float]] = {target.name: [] for target in targets}
     for number in range(turns + 20):
-        first = number % len(targets)
-        for target in targets[first:] + targets[:first]:  # nobody always follows the same neighbour
+        for target in order.sample(targets, len(targets)):  # nobody always follows the same neighbour
             started_s = time.perf_counter()
             await turn(client, target.url_of("latency"), "latency")
             if number >= 20:  # connections and caches are warm
