@@ -144,6 +144,7 @@ class Agent:
         self._dirty: asyncio.Queue[Pod] = asyncio.Queue()
         self._queued: set[str] = set()
         self._written: dict[str, Object] = {}  # last status written, by uid
+        self._writing: dict[str, asyncio.Lock] = {}  # by uid: two writers must not overtake each other
         self._names: list[tuple[str, str, str]] = []
         self._told: set[tuple[str, str, str]] = set()  # events already recorded
         self._tasks: set[asyncio.Task[None]] = set()
@@ -343,7 +344,7 @@ class Agent:
             self._spawn(self._terminate(mine, grace_s, report=True))
 
     def _make(self, pod: Object, node: NodeSpec) -> Pod:
-        if is_finished(pod):
+        if is_finished(pod) or pod["metadata"].get("deletionTimestamp"):
             return FinishedPod(pod, self)
         return ProcesslessPod(pod, self) if node.processless else ProcessPod(pod, self)
 
@@ -361,6 +362,7 @@ class Agent:
         uid = pod.pod["metadata"]["uid"]
         self.running.pop(uid, None)
         self._written.pop(uid, None)
+        self._writing.pop(uid, None)
         self._told = {key for key in self._told if key[0] != uid}
 
     async def _status_writer(self) -> None:
@@ -383,13 +385,14 @@ class Agent:
         metadata, uid = pod.pod["metadata"], pod.pod["metadata"]["uid"]
         if pod.pod["spec"].get("nodeName") in self.dark:
             return
-        known = self.current(metadata["namespace"], metadata["name"]) or pod.pod
-        status = pod.status(_previous_status(known, self._written.get(uid)))
-        if status == self._written.get(uid):
-            return
-        path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/status"
-        await self.client.merge_patch(path, {"metadata": {"uid": uid}, "status": status})
-        self._written[uid] = status
+        async with self._writing.setdefault(uid, asyncio.Lock()):
+            known = self.current(metadata["namespace"], metadata["name"]) or pod.pod
+            status = pod.status(_previous_status(known, self._written.get(uid)))
+            if status == self._written.get(uid):
+                return
+            path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/status"
+            await self.client.merge_patch(path, {"metadata": {"uid": uid}, "status": status})
+            self._written[uid] = status
 
     async def _create_event(self, pod: Object, kind: str, reason: str, message: str) -> None:
         metadata = pod["metadata"]

@@ -6,6 +6,7 @@ Every start is a fresh, empty cluster: etcd's data is wiped, which is why it may
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import os
 import secrets
@@ -13,11 +14,10 @@ import shutil
 import socket
 import ssl
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,6 +29,7 @@ from motley_local.processes import Child, ChildFailedError
 
 READY_TIMEOUT_S = 120.0
 POLL_S = 0.1
+REQUEST_TIMEOUT_S = 10.0
 PORT_RETRIES = 3
 ADMIN_USER = "motley-local-admin"
 FIRST_SLOT_OCTET = 64
@@ -241,6 +242,7 @@ class ControlPlane:
         self.settings: Settings | None = None
         self.token = secrets.token_urlsafe(32)
         self._slot_lock: socket.socket | None = None
+        self._connection: http.client.HTTPSConnection | None = None
 
     @property
     def full(self) -> bool:
@@ -294,6 +296,7 @@ class ControlPlane:
                     # Another program may have taken a port between our look and the bind.
                     if "address already in use" not in str(error) or attempt == PORT_RETRIES:
                         raise
+                    self._drop_connection()
                     self._stop_children()
         except BaseException:
             self.stop()
@@ -312,7 +315,7 @@ class ControlPlane:
         self._spawn("etcd", self.binaries.etcd, etcd_flags(settings))
         self._spawn("kube-apiserver", self.binaries.kube_apiserver, apiserver_flags(settings))
         self._wait("the API server's certificate", settings.ca_path.exists)
-        self._wait("the API server", lambda: self._get("/readyz") is not None)
+        self._wait("the API server", lambda: self.get("/readyz") is not None)
         write_private(
             settings.kubeconfig_path, kubeconfig_text(settings.server, settings.ca_path.read_bytes(), self.token)
         )
@@ -323,10 +326,10 @@ class ControlPlane:
             )
             self._wait(
                 "the controller manager (default ServiceAccount)",
-                lambda: self._get("/api/v1/namespaces/default/serviceaccounts/default") is not None,
+                lambda: self.get("/api/v1/namespaces/default/serviceaccounts/default") is not None,
             )
         else:
-            self._wait("the default namespace", lambda: self._get("/api/v1/namespaces/default") is not None)
+            self._wait("the default namespace", lambda: self.get("/api/v1/namespaces/default") is not None)
 
     def _spawn(self, name: str, program: Path, flags: Sequence[str]) -> None:
         log_path = self.folder / "logs" / f"{name}.log"
@@ -346,20 +349,33 @@ class ControlPlane:
                 raise ChildFailedError(f"{what} was not ready after {READY_TIMEOUT_S:.0f} s\n{tails}")
             time.sleep(POLL_S)
 
-    def _get(self, path: str) -> Any | None:
-        """Body of a GET as text or parsed JSON; None when the server does not answer 200."""
-        context = ssl.create_default_context(cafile=str(self.running.ca_path))
-        request = urllib.request.Request(self.server + path, headers={"Authorization": f"Bearer {self.token}"})
-        # A proxy from the environment must not see requests to loopback.
-        opener = urllib.request.build_opener(
-            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
-        )
+    def get(self, path: str) -> Any | None:
+        """Answer to a GET, parsed where it is a JSON object; None when the server does not answer 200."""
+        status, answer = self.request("GET", path)
+        return answer if status == HTTPStatus.OK else None
+
+    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, Any]:
+        """One request as administrator: HTTP status and answer, parsed where it is a JSON object. Status 0: no server answered."""
+        headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
+        data = None if body is None else json.dumps(body)
         try:
-            with opener.open(request, timeout=5) as response:
-                body = response.read().decode()
-        except (urllib.error.URLError, OSError, ValueError):
-            return None
-        return json.loads(body) if body.startswith("{") else body
+            if self._connection is None:
+                context = ssl.create_default_context(cafile=str(self.running.ca_path))
+                self._connection = http.client.HTTPSConnection(
+                    "127.0.0.1", self.running.api_port, timeout=REQUEST_TIMEOUT_S, context=context
+                )
+            self._connection.request(method, path, data, headers)
+            response = self._connection.getresponse()
+            text = response.read().decode()
+        except (http.client.HTTPException, OSError):
+            self._drop_connection()
+            return 0, None
+        return response.status, json.loads(text) if text.startswith("{") else text
+
+    def _drop_connection(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """``base`` with KUBECONFIG pointing here."""
@@ -367,6 +383,7 @@ class ControlPlane:
 
     def stop(self) -> None:
         """End every part. Its data is thrown away at the next start, so nothing needs time to flush."""
+        self._drop_connection()
         self._stop_children()
         if self._slot_lock is not None:
             self._slot_lock.close()

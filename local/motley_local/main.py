@@ -23,8 +23,6 @@ from motley_local.binaries import (
     ensure_kubectl,
     stderr_report,
 )
-from motley_local.cluster import LocalCluster, find_repo_root
-from motley_local.nodes import POWER_ANNOTATION, POWER_OFF, load_nodes
 from motley_local.processes import ChildFailedError, descendants, parent_of_each, process_start_ticks, rss_mib
 
 CHECK_S = 1.0
@@ -96,9 +94,16 @@ def up(
     nodes: Annotated[
         Path | None, typer.Option(help="YAML file with the nodes; two of each GPU type otherwise.")
     ] = None,
+    isolation: Annotated[
+        str, typer.Option(help="best: namespaces where they work; none: rewrite mount paths.")
+    ] = "best",
     detach: Annotated[bool, typer.Option("--detach", help="Return when it runs, and leave it running.")] = False,
 ) -> None:
     """Start a cluster. It is empty at every start, and gone when this command ends."""
+    # Here and not above, so that the other commands start at once.
+    from motley_local.cluster import LocalCluster
+    from motley_local.nodes import load_nodes
+
     state = state.absolute()
     if Record.read(state) is not None:
         raise _fail(f"a cluster already runs in {state}; stop it with: motley local down")
@@ -109,11 +114,11 @@ def up(
     state.mkdir(parents=True, exist_ok=True)
     (state / RECORD).unlink(missing_ok=True)
     if detach:
-        _up_detached(state, nodes)
+        _up_detached(state, nodes, isolation)
         return
     signal.signal(signal.SIGTERM, _exit_on_term)
     try:
-        with LocalCluster(state, fleet) as cluster:
+        with LocalCluster(state, fleet, isolation=isolation) as cluster:
             Record.write(state, cluster.kubeconfig_path)
             typer.echo(f"export KUBECONFIG={cluster.kubeconfig_path}")
             typer.echo(f"{len(cluster.nodes)} nodes are ready. Ctrl-C ends the cluster and its pods.", err=True)
@@ -128,9 +133,9 @@ def up(
         (state / RECORD).unlink(missing_ok=True)
 
 
-def _up_detached(state: Path, nodes: Path | None) -> None:
+def _up_detached(state: Path, nodes: Path | None, isolation: str) -> None:
     log_path = state / "up.log"
-    command = [sys.executable, "-m", "motley_local.main", "up", "--state", str(state)]
+    command = [sys.executable, "-m", "motley_local.main", "up", "--state", str(state), "--isolation", isolation]
     command += ["--nodes", str(nodes.absolute())] if nodes is not None else []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with log_path.open("wb") as log:
@@ -217,6 +222,8 @@ def build() -> None:
 @app.command()
 def root() -> None:
     """Print the folder that pods of the project's images see as /opt/motley."""
+    from motley_local.cluster import find_repo_root
+
     typer.echo(find_repo_root())
 
 
@@ -227,6 +234,8 @@ def node_kill(
     vanish: Annotated[bool, typer.Option("--vanish", help="Also remove the Node object, as a cloud does.")] = False,
 ) -> None:
     """Lose a node: its processes end at once, its heartbeats stop, and nobody is told."""
+    from motley_local.nodes import POWER_ANNOTATION, POWER_OFF
+
     record = _running(state)
     action = (
         ["delete", "node", name]
@@ -239,6 +248,8 @@ def node_kill(
 @node_app.command("restore")
 def node_restore(name: str, state: StateOption = DEFAULT_STATE) -> None:
     """Bring a lost node back."""
+    from motley_local.nodes import POWER_ANNOTATION
+
     raise typer.Exit(_kubectl(_running(state), ["annotate", "--overwrite", "node", name, f"{POWER_ANNOTATION}-"]))
 
 

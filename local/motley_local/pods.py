@@ -671,7 +671,7 @@ class ProcesslessPod:
 
 
 class FinishedPod(ProcesslessPod):
-    """A pod that had ended before this agent saw it: nothing is run, only its deletion is carried out."""
+    """A pod that had ended, or was being deleted, before this agent saw it: nothing is run, only its deletion is carried out."""
 
     def start(self) -> None:
         return None

@@ -9,14 +9,20 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 import pytest
+from motley_api.resources.gpus import CapacityType, GpuTypeName
 
 from motley_local.binaries import ControlPlaneBinaries, ensure_control_plane, ensure_kubectl
+from motley_local.cluster import LocalCluster
 from motley_local.controlplane import ControlPlane
+from motley_local.nodes import NodeSpec
 
 _counter = itertools.count(1)
 
@@ -58,6 +64,83 @@ class Cluster:
             assert done.returncode == 0, f"kubectl {' '.join(arguments)}: {done.stderr.strip()}"
         return done
 
+    def get(self, path: str) -> Any | None:
+        """A GET of the API as administrator: parsed JSON, or None when there is no such thing. Cheaper than kubectl in a loop."""
+        return self.plane.get(path)
+
+    def create(self, namespace: str, *manifests: dict[str, Any]) -> None:
+        """Create objects of the kinds in ``PATHS`` in a namespace."""
+        for manifest in manifests:
+            path = PATHS[manifest["kind"]].format(namespace=namespace)
+            status, answer = self.plane.request("POST", path, manifest)
+            assert status == HTTPStatus.CREATED, (
+                f"creating {manifest['kind']} {manifest['metadata']}: {status} {answer}"
+            )
+
+    def replace(self, namespace: str, manifest: dict[str, Any]) -> None:
+        """Replace an object."""
+        path = PATHS[manifest["kind"]].format(namespace=namespace)
+        status, answer = self.plane.request("PUT", f"{path}/{manifest['metadata']['name']}", manifest)
+        assert status == HTTPStatus.OK, f"replacing {manifest['kind']} {manifest['metadata']}: {status} {answer}"
+
+    def delete(self, namespace: str, kind: str, *names: str) -> None:
+        """Delete objects, and in the background what they own."""
+        for name in names:
+            path = PATHS[kind].format(namespace=namespace)
+            status, answer = self.plane.request("DELETE", f"{path}/{name}", {"propagationPolicy": "Background"})
+            assert status in (HTTPStatus.OK, HTTPStatus.ACCEPTED), f"deleting {kind} {name}: {status} {answer}"
+
+    def pod(self, namespace: str, name: str) -> dict[str, Any] | None:
+        found: dict[str, Any] | None = self.get(f"/api/v1/namespaces/{namespace}/pods/{name}")
+        return found
+
+    def logs(self, namespace: str, pod: str, query: str = "") -> str:
+        """A pod's log by way of the API server, as kubectl asks for it; ``query`` such as ``container=main&tailLines=1``."""
+        status, answer = self.plane.request("GET", f"/api/v1/namespaces/{namespace}/pods/{pod}/log?{query}")
+        assert status == HTTPStatus.OK, f"logs of {pod}: {status} {answer}"
+        return str(answer)
+
+
+PATHS = {
+    "ConfigMap": "/api/v1/namespaces/{namespace}/configmaps",
+    "Deployment": "/apis/apps/v1/namespaces/{namespace}/deployments",
+    "Job": "/apis/batch/v1/namespaces/{namespace}/jobs",
+    "Namespace": "/api/v1/namespaces",
+    "PersistentVolumeClaim": "/api/v1/namespaces/{namespace}/persistentvolumeclaims",
+    "Pod": "/api/v1/namespaces/{namespace}/pods",
+    "RoleBinding": "/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}/rolebindings",
+    "Secret": "/api/v1/namespaces/{namespace}/secrets",
+    "Service": "/api/v1/namespaces/{namespace}/services",
+    "StatefulSet": "/apis/apps/v1/namespaces/{namespace}/statefulsets",
+}
+
+
+def wait_for[T](look: Callable[[], T | None], what: str, timeout_s: float = 90.0) -> T:
+    """The first truthy answer of ``look``; an AssertionError that says ``what`` was awaited when none comes."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (found := look()):
+        assert time.monotonic() < deadline_s, f"not seen within {timeout_s:g} s: {what}"
+        time.sleep(0.15)
+    return found
+
+
+TEST_NODES = (
+    NodeSpec("cpu-0"),
+    NodeSpec("h100-0", GpuTypeName.H100),
+    NodeSpec("a100-0", GpuTypeName.A100_80GB),
+    *(
+        NodeSpec(
+            f"spot-{index}",
+            GpuTypeName.H200,
+            capacity_type=CapacityType.SPOT,
+            labels={"pool": "spot"},
+            taints=({"key": "pool", "value": "spot", "effect": "NoSchedule"},),
+        )
+        for index in range(2)
+    ),
+    NodeSpec("ghost-0", processless=True, taints=({"key": "pool", "value": "ghost", "effect": "NoSchedule"},)),
+)
+
 
 def _run(folder: Path, binaries: ControlPlaneBinaries) -> Iterator[Cluster]:
     with ControlPlane(folder, binaries) as plane:
@@ -76,9 +159,17 @@ def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]
     yield from _run(tmp_path_factory.mktemp("control-plane") / "state", ensure_control_plane(full=True))
 
 
+@pytest.fixture(scope="session")
+def local_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The whole local cluster with ``TEST_NODES``: pods run."""
+    with LocalCluster(tmp_path_factory.mktemp("local-cluster"), TEST_NODES) as cluster:
+        assert cluster.plane is not None
+        yield Cluster(cluster.plane, cluster.kubectl_path)
+
+
 def _fresh_namespace(cluster: Cluster) -> str:
     name = f"test-{os.getpid()}-{next(_counter)}"
-    cluster.kubectl("create", "namespace", name)
+    cluster.create("", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
     return name
 
 
@@ -92,3 +183,13 @@ def namespace(api_server: Cluster) -> str:
 def full_namespace(control_plane: Cluster) -> str:
     """A new namespace in ``control_plane``."""
     return _fresh_namespace(control_plane)
+
+
+@pytest.fixture
+def pods_namespace(local_cluster: Cluster) -> str:
+    """A new namespace in ``local_cluster``, where pods can be created."""
+    name = _fresh_namespace(local_cluster)
+    wait_for(
+        lambda: local_cluster.get(f"/api/v1/namespaces/{name}/serviceaccounts/default"), "the default ServiceAccount"
+    )
+    return name
