@@ -16,7 +16,9 @@ def _same(a: Any, b: Any) -> None:
     assert a["output_ids"] == b["output_ids"]
     for field in ("output_token_logprobs", "output_token_sampling_logprobs"):
         assert len(a["meta_info"][field]) == len(b["meta_info"][field])
-    for left, right in zip(a["meta_info"]["output_token_logprobs"], b["meta_info"]["output_token_logprobs"], strict=True):
+    for left, right in zip(
+        a["meta_info"]["output_token_logprobs"], b["meta_info"]["output_token_logprobs"], strict=True
+    ):
         assert left[0] == pytest.approx(right[0], abs=1e-5)
     assert a["meta_info"]["output_token_sampling_mask"] == b["meta_info"]["output_token_sampling_mask"]
 
@@ -24,7 +26,9 @@ def _same(a: Any, b: Any) -> None:
 async def test_a_batch_equals_its_sequences_one_by_one(views: dict[str, Path]) -> None:
     prompts = [tiny.prompt(length, seed=length) for length in (3, 17, 40, 9, 1)]
     engine = await tiny.started(views["bf16"], prefill_tokens=16)  # in pieces, and padded
-    together = await asyncio.gather(*(engine.generate(tiny.body(p, sampling={"sampling_seed": i})) for i, p in enumerate(prompts)))
+    together = await asyncio.gather(
+        *(engine.generate(tiny.body(p, sampling={"sampling_seed": i})) for i, p in enumerate(prompts))
+    )
     await engine.stop()
     for index, prompt in enumerate(prompts):
         alone = await tiny.started(views["bf16"])

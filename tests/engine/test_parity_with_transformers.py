@@ -65,7 +65,11 @@ async def test_reported_logprobs_are_those_of_transformers(views: dict[str, Path
     assert [row[0] for row in meta["input_token_logprobs"][1:]] == pytest.approx(want_prompt, abs=1e-4)
     scaled = (logits[14:-1] / 0.7).log_softmax(-1)
     for index, token in enumerate(output):
-        assert meta["output_token_logprobs"][index] == [pytest.approx(scaled[index, token].item(), abs=1e-4), token, None]
+        assert meta["output_token_logprobs"][index] == [
+            pytest.approx(scaled[index, token].item(), abs=1e-4),
+            token,
+            None,
+        ]
         kept = meta["output_token_sampling_mask"][index]
         want_support = scaled[index, kept] - scaled[index, kept].exp().sum().log()
         assert meta["output_token_sampling_logprobs"][index] == pytest.approx(want_support.tolist(), abs=1e-4)

@@ -33,7 +33,10 @@ def _parse(**changes: Any) -> Any:
         ({"sampling_params": {"min_p": 0.1}}, "sampling_params.min_p must be 0: not supported"),
         ({"sampling_params": {"stop": ["x"]}}, "sampling_params.stop must be absent"),
         ({"sampling_params": {"tempreature": 1}}, "unknown field `tempreature`"),
-        ({"sampling_params": {"top_k": -1, "max_new_tokens": 1}}, "top_k must be from 1 to 4096 with return_sampling_mask, got -1"),
+        (
+            {"sampling_params": {"top_k": -1, "max_new_tokens": 1}},
+            "top_k must be from 1 to 4096 with return_sampling_mask, got -1",
+        ),
         ({"return_sampling_mask": False}, "sampling_logprobs_mode needs return_sampling_mask"),
         ({"sampling_logprobs_mode": "all"}, "Invalid enum value 'all'"),
         ({"logprob_start_len": 3}, "logprob_start_len must be -1, or from 0 to 2"),
@@ -67,7 +70,9 @@ async def test_the_reply_counts_and_labels(views: dict[str, Path]) -> None:
     assert meta["weight_version"] == "5"
     assert meta["weight_versions"] == [{"version": "5", "start": 0, "end": 3}]
     assert [row[1] for row in meta["output_token_logprobs"]] == reply["output_ids"]
-    assert [len(a) for a in meta["output_token_sampling_mask"]] == [len(b) for b in meta["output_token_sampling_logprobs"]]
+    assert [len(a) for a in meta["output_token_sampling_mask"]] == [
+        len(b) for b in meta["output_token_sampling_logprobs"]
+    ]
 
 
 async def test_generation_stops_at_eos_and_at_stop_tokens(views: dict[str, Path]) -> None:
@@ -94,7 +99,10 @@ async def test_selected_mode_reports_the_drawn_tokens_entry_of_the_support(views
     want = [
         row[ids.index(token)]
         for token, ids, row in zip(
-            support["output_ids"], meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"], strict=True
+            support["output_ids"],
+            meta["output_token_sampling_mask"],
+            meta["output_token_sampling_logprobs"],
+            strict=True,
         )
     ]
     assert selected["meta_info"]["output_token_sampling_logprobs"] == pytest.approx(want, abs=1e-5)

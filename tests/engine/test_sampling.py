@@ -86,3 +86,10 @@ def test_logits_that_are_not_finite_are_said_to_be() -> None:
     logits[0, 3] = float("nan")
     drawn = draw(logits, FilterBatch.of([Filter(1.0, 1.0, 5)] * 2, 10), [0.1, 0.1], [True, True])
     assert drawn.finite == [False, True]
+
+
+def test_a_token_whose_probability_underflows_is_no_candidate() -> None:
+    logits = torch.tensor([[0.0, -1.0, -200.0]])
+    drawn = draw(logits, FilterBatch.of([Filter(1.0, 1.0, -1)], 3), [0.999999], [True])
+    assert drawn.candidate_ids == [[0, 1]]
+    assert all(math.isfinite(value) for value in drawn.candidate_logprobs[0])

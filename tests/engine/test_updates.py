@@ -8,7 +8,9 @@ from pathlib import Path
 from engine import tiny
 
 
-async def test_sixteen_live_requests_survive_an_update_and_report_both_versions(views: dict[str, Path], tmp_path: Path) -> None:
+async def test_sixteen_live_requests_survive_an_update_and_report_both_versions(
+    views: dict[str, Path], tmp_path: Path
+) -> None:
     config = tiny.moe_config()
     newer = tiny.write_view(tmp_path / "newer", "bf16", config, tiny.tensors(config, seed=9))
     engine = await tiny.started(views["bf16"], version=5)

@@ -48,6 +48,7 @@ class Agent:
         self._started = False
         self._verdicts = asyncio.Condition()
         self._leaving = asyncio.Event()
+        self._drain_until = 0.0
         self._applying = asyncio.Lock()
         self._store_trouble = ""
 
@@ -201,8 +202,10 @@ class Agent:
 
     async def release(self, reply: Json) -> Json:
         """The reply, once every version in it is proven. Raises Unavailable when one was found wrong: the tokens are void."""
-        versions = {int(span["version"]) for span in reply["meta_info"]["weight_versions"]}
-        standing = self.standing
+        standing, meta = self.standing, reply["meta_info"]
+        versions = {int(span["version"]) for span in meta["weight_versions"]}
+        if not reply["output_ids"] and (meta["finish_reason"] or {}).get("type") == "abort":
+            return self._stamp(reply, versions)  # nothing was computed
         async with self._verdicts:
             await self._verdicts.wait_for(lambda: versions <= standing.proven or bool(standing.reason))
         if not versions <= standing.proven:
@@ -225,19 +228,19 @@ class Agent:
     def leave(self) -> None:
         """Start to drain. Idempotent."""
         if not self.standing.draining:
+            self._drain_until = self._clock() + self.settings.spec.drain_seconds
             log.info("event=draining seconds=%d", self.settings.spec.drain_seconds)
         self.standing.draining = True
         self._leaving.set()
 
     async def _drain(self) -> None:
         """Known sessions go on until each was idle for session_idle_s, or drainSeconds are over. New weights still come."""
-        deadline = self._clock() + self.settings.spec.drain_seconds
-        while self._clock() < deadline:
+        while self._clock() < self._drain_until:
             busy = self.in_flight or self.sessions.active(self._clock(), self.settings.session_idle_s)
             if not busy or self.engine.failed() is not None:
                 break
             await self.look()
-            await asyncio.sleep(min(self.settings.poll_s, max(0.0, deadline - self._clock())))
+            await asyncio.sleep(min(self.settings.poll_s, max(0.0, self._drain_until - self._clock())))
         log.info("event=drained in_flight=%d", self.in_flight)
 
     async def _pause(self, seconds: float) -> None:

@@ -179,7 +179,8 @@ class ReferenceEngine:
                 *([len(sequence.support_logprobs)] if request.return_sampling_mask else []),
             )
             output_ids = output_ids[:count]
-        spans = [span for span in list(sequence.spans) if span[1] < count] or [(sequence.version, 0, 0)]
+        spans = [span for span in list(sequence.spans) if span[1] < count]
+        spans = spans or [(max(sequence.version, 0), 0, 0)]
         meta: Json = {
             "id": request.rid,
             "finish_reason": sequence.finish if finished else None,

@@ -60,7 +60,8 @@ class FilterBatch:
     def of(cls, filters: Sequence[Filter], vocab_size: int) -> FilterBatch:
         return cls(
             temperature=torch.tensor([[f.temperature if f.temperature else GREEDY_TEMPERATURE] for f in filters]),
-            top_p=torch.tensor([[f.top_p] for f in filters]),
+            # 1 keeps everything, also where the float32 sum of the masses before a token ends above 1.
+            top_p=torch.tensor([[f.top_p if f.top_p < 1 else 2.0] for f in filters]),
             top_k=torch.tensor([[f.kept_at_most(vocab_size)] for f in filters]),
             columns=max(f.kept_at_most(vocab_size) for f in filters),
         )
@@ -76,6 +77,7 @@ def distribution(logits_BV: Tensor, batch: FilterBatch) -> tuple[Tensor, Tensor,
     p_BC = sorted_BC.exp()
     before_BC = p_BC.cumsum(-1).sub_(p_BC)
     keep_BC = (before_BC <= batch.top_p).logical_and_(torch.arange(batch.columns) < batch.top_k)
+    keep_BC.logical_and_(p_BC > 0)  # what cannot be drawn is no candidate, and has no finite log-prob
     return logp_BV, ids_BC, p_BC.mul_(keep_BC), keep_BC.sum(-1)
 
 

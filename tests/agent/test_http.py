@@ -1,0 +1,168 @@
+"""The gates in front of an engine, as a client meets them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from agent.rig import Rig, generate_headers, publish
+from aiohttp import web
+from aiohttp.test_utils import TestClient
+from engine import tiny
+from motley_api.records import EngineState
+
+Client = TestClient[web.Request, web.Application]
+
+
+async def _serving(make_rig: Callable[..., Rig], **options: Any) -> tuple[Rig, Client]:
+    rig = make_rig(**options)
+    publish(rig, 5)
+    await rig.agent.look()
+    assert rig.state.ready, rig.state.message
+    return rig, await rig.client()
+
+
+async def test_a_request_for_newer_weights_is_409_with_the_served_version(make_rig: Callable[..., Rig]) -> None:
+    rig, client = await _serving(make_rig)
+    refused = await client.post("/generate", json=tiny.body(tiny.prompt(5)), headers=generate_headers(6))
+    assert (refused.status, (await refused.json())["version"]) == (409, 5)
+    served = await client.post("/generate", json=tiny.body(tiny.prompt(5)), headers=generate_headers(5))
+    assert served.status == 200
+    assert served.headers["X-Motley-Version"] == "5"
+    meta = (await served.json())["meta_info"]
+    assert (meta["start_version"], meta["end_version"], meta["group"], meta["view"]) == (5, 5, "run-h100", "bf16")
+    odd = await client.post("/generate", json=tiny.body(tiny.prompt(5)), headers={"X-Motley-Min-Version": "v5"})
+    assert odd.status == 400
+    publish(rig, 6)
+    await rig.agent.look()
+    now = await client.post("/generate", json=tiny.body(tiny.prompt(5)), headers=generate_headers(6))
+    assert now.status == 200
+    await client.close()
+
+
+async def test_before_the_first_version_it_is_503_with_retry_after(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    client = await rig.client()
+    for path in ("/generate", "/flush_cache"):
+        answer = await client.post(path, json=tiny.body(tiny.prompt(5)))
+        assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+    assert (await client.get("/health")).status == 503
+    assert (await client.get("/motley/alive")).status == 200  # loading is not a reason to be restarted
+    assert (await client.get("/metrics")).status == 200
+    await client.close()
+
+
+@pytest.mark.parametrize(
+    ("data", "want"),
+    [
+        (b"{", "body must be JSON"),
+        (b"[]", "body must be a JSON object"),
+        (b'{"input_ids": [1, 2' + b" " * 10 + b"]", "body must be JSON"),
+        (json.dumps({"input_ids": [1] * 60_000}).encode(), "body must have at most 100000 bytes"),
+        (json.dumps(tiny.body([1] * 127, 2)).encode(), "exceed the context length of 128"),
+        (json.dumps({**tiny.body([1]), "session_id": 7}).encode(), "session_id must be a string, got int"),
+    ],
+)
+async def test_bad_bodies_are_400_and_the_engine_goes_on(make_rig: Callable[..., Rig], data: bytes, want: str) -> None:
+    _, client = await _serving(make_rig)
+    answer = await client.post("/generate", data=data)
+    assert answer.status == 400
+    assert want in (await answer.json())["error"]["message"]
+    good = await client.post("/generate", json=tiny.body(tiny.prompt(5)))
+    assert good.status == 200
+    await client.close()
+
+
+async def test_only_the_runs_token_opens_anything_but_probes(make_rig: Callable[..., Rig]) -> None:
+    _, client = await _serving(make_rig)
+    for given in ("", "Bearer wrong", "s3cret"):
+        for method, path in (("POST", "/generate"), ("GET", "/motley/status"), ("POST", "/motley/drain")):
+            answer = await client.request(method, path, headers={"Authorization": given})
+            assert answer.status == 401, path
+        for path in ("/health", "/metrics", "/motley/alive"):
+            assert (await client.get(path, headers={"Authorization": given})).status == 200
+    await client.close()
+
+
+async def test_status_and_metrics_tell_the_same(make_rig: Callable[..., Rig]) -> None:
+    rig, client = await _serving(make_rig)
+    await client.post("/generate", json=tiny.body(tiny.prompt(5), 7))
+    state = msgspec.json.decode(await (await client.get("/motley/status")).read(), type=EngineState)
+    assert (state.id, state.version, state.turns, state.generated_tokens) == ("run-h100-0", 5, 1, 7)
+    assert state.max_sessions == 4
+    text = await (await client.get("/metrics")).text()
+    labels = '{engine="run-h100-0",group="run-h100",view="bf16"}'
+    assert f"motley_engine_generated_tokens_total{labels} 7" in text.splitlines()
+    assert f"motley_engine_weights_version{labels} 5" in text.splitlines()
+    loads = (await (await client.get("/v1/loads")).json())["loads"][0]
+    assert (loads["num_running_reqs"], loads["max_total_num_tokens"]) == (0, 20 * 128)
+    info = await (await client.get("/model_info")).json()
+    assert (info["weight_version"], info["vocab_size"]) == ("5", tiny.VOCAB)
+    server = await (await client.get("/server_info")).json()
+    assert (server["gpu_type"], server["precision"]) == ("H100", "BF16")
+    assert (await client.get("/health_generate")).status == 200
+    assert rig.state.turns == 1  # the health check is not work
+    await client.close()
+
+
+async def test_a_stream_is_server_sent_events_that_end_with_done(make_rig: Callable[..., Rig]) -> None:
+    _, client = await _serving(make_rig)
+    whole = await (await client.post("/generate", json=tiny.body(tiny.prompt(5)))).json()
+    answer = await client.post("/generate", json={**tiny.body(tiny.prompt(5)), "stream": True})
+    assert answer.headers["Content-Type"] == "text/event-stream"
+    events = [line.removeprefix("data: ") for line in (await answer.text()).split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    last = json.loads(events[-2])
+    assert last["output_ids"] == whole["output_ids"]
+    assert last["meta_info"]["end_version"] == 5
+    refused = await client.post("/generate", json={**tiny.body([]), "stream": True})
+    assert refused.status == 400
+    await client.close()
+
+
+async def test_a_client_that_hangs_up_frees_its_slot(make_rig: Callable[..., Rig]) -> None:
+    rig, client = await _serving(make_rig)
+    await client.post("/pause_generation")
+    request = asyncio.create_task(client.post("/generate", json=tiny.body(tiny.prompt(5), 100)))
+    await tiny.until(lambda: rig.engine.load().queued == 1)
+    request.cancel()
+    await tiny.until(lambda: rig.agent.in_flight == 0)
+    await client.post("/continue_generation")
+    await tiny.until(lambda: (rig.engine.load().running, rig.engine.load().queued) == (0, 0))
+    assert rig.engine.load().turns == 0
+    await client.close()
+
+
+async def test_an_update_by_hand_is_proven_and_may_not_go_back(make_rig: Callable[..., Rig]) -> None:
+    rig, client = await _serving(make_rig)
+    config = tiny.moe_config()
+    folder = tiny.write_view(rig.settings.scratch / "by-hand", "bf16", config, tiny.tensors(config, seed=77))
+    outside = tiny.write_view(rig.settings.scratch.parent / "outside", "bf16", config, tiny.tensors(config))
+
+    async def update(path: str, version: object) -> tuple[int, Any]:
+        body = {"model_path": path, "weight_version": version, "flush_cache": False}
+        answer = await client.post("/update_weights_from_disk", json=body)
+        return answer.status, await answer.json()
+
+    assert (await update(str(outside), "6"))[0] == 400
+    assert (await update(str(folder), 6))[0] == 400
+    status, content = await update(str(folder), "4")
+    assert (status, content["error"]["message"]) == (400, "weight_version must be at least the served 5, got 4")
+    status, content = await update(str(folder), "6")
+    assert (status, content["success"], rig.state.version) == (200, True, 6)
+    (folder / "model.safetensors").write_bytes(b"short")
+    status, content = await update(str(folder), "7")
+    assert (status, content["success"], rig.state.version, rig.state.reason) == (400, False, 6, "LoadFailed")
+    await client.close()
+
+
+async def test_abort_and_flush_answer(make_rig: Callable[..., Rig]) -> None:
+    _, client = await _serving(make_rig)
+    assert (await client.post("/abort_request", json={"rid": "none"})).status == 200
+    assert (await client.post("/flush_cache")).status == 200
+    assert (await client.delete("/motley/sessions/none")).status == 204
+    await client.close()

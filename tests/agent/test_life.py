@@ -1,0 +1,160 @@
+"""Heartbeats, hanging, and leaving."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import msgspec
+from agent.rig import TOKEN, Clock, Rig, publish
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from engine import tiny
+from motley_api.records import EngineState
+from motley_sampler.agent import heartbeat
+from motley_sampler.agent.sessions import SessionBook
+
+
+class Router:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.states: list[EngineState] = []
+        app = web.Application()
+        app.add_routes([web.put("/v1/engines/{id}", self._put)])
+        self.server = TestServer(app)
+
+    async def _put(self, request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == f"Bearer {TOKEN}"
+        self.states.append(msgspec.json.decode(await request.read(), type=EngineState))
+        assert self.states[-1].id == request.match_info["id"]
+        return web.Response()
+
+
+async def test_heartbeats_tell_the_router_and_outlive_its_death(make_rig: Callable[..., Rig]) -> None:
+    router = Router()
+    await router.server.start_server()
+    rig = make_rig(router_url=str(router.server.make_url("")).rstrip("/"))
+    async with aiohttp.ClientSession() as session:
+        assert await heartbeat.beat(rig.agent, session)
+        assert (router.states[-1].ready, router.states[-1].reason) == (False, "Loading")
+        publish(rig, 1)
+        await rig.agent.look()
+        assert await heartbeat.beat(rig.agent, session)
+        assert router.states[-1] == rig.state
+        assert (router.states[-1].ready, router.states[-1].version, router.states[-1].view) == (True, 1, "bf16")
+        await router.server.close()
+        assert not await heartbeat.beat(rig.agent, session)  # and raises nothing
+
+
+async def test_a_hung_engine_stops_beating_and_is_not_alive(make_rig: Callable[..., Rig], monkeypatch: Any) -> None:
+    router = Router()
+    await router.server.start_server()
+    clock = Clock()
+    rig = make_rig(router_url=str(router.server.make_url("")).rstrip("/"), clock=clock)
+    publish(rig, 1)
+    await rig.agent.look()
+    client = await rig.client()
+    entered, let_go = threading.Event(), threading.Event()
+    real = rig.engine._turn
+
+    def hang(scheduler: Any) -> None:
+        entered.set()
+        let_go.wait(30)
+        real(scheduler)
+
+    monkeypatch.setattr(rig.engine, "_turn", hang)
+    rig.engine._wake.set()
+    await tiny.until(entered.is_set)
+    async with aiohttp.ClientSession() as session:
+        clock.now += 29
+        assert await heartbeat.beat(rig.agent, session)
+        beats = len(router.states)
+        clock.now += 2  # 31 s without progress: over hang_s
+        assert not await heartbeat.beat(rig.agent, session)
+        assert len(router.states) == beats
+        assert (await client.get("/motley/alive")).status == 503
+        assert (await client.get("/health")).status == 503
+        assert (await client.post("/generate", json=tiny.body(tiny.prompt(5)))).status == 503
+        assert (rig.state.ready, rig.state.reason) == (False, "Hung")
+        let_go.set()
+        await tiny.until(rig.agent.alive)
+        assert await heartbeat.beat(rig.agent, session)
+    await client.close()
+    await router.server.close()
+
+
+async def test_draining_keeps_known_sessions_and_takes_no_new_ones(make_rig: Callable[..., Rig]) -> None:
+    clock = Clock()
+    rig = make_rig(clock=clock, drain_seconds=600)
+    publish(rig, 1)
+    running = asyncio.create_task(rig.agent.run())
+    await tiny.until(lambda: rig.state.ready)
+    client = await rig.client()
+
+    async def turn(session: str) -> int:
+        return (await client.post("/generate", json=tiny.body(tiny.prompt(5), 2, session_id=session))).status
+
+    assert await turn("known") == 200
+    assert (await client.post("/motley/drain")).status == 202
+    assert (rig.state.ready, rig.state.draining, rig.state.reason) == (False, True, "Draining")
+    assert (await client.get("/health")).status == 503
+    assert await turn("new") == 503
+    assert (await client.post("/generate", json=tiny.body(tiny.prompt(5), 2))).status == 503
+    clock.now += 29
+    assert await turn("known") == 200
+    publish(rig, 2)  # a drain may take long: new weights still come
+    await tiny.until(lambda: rig.state.version == 2)
+    clock.now += 29
+    assert not running.done()
+    clock.now += 2  # 31 s since the known session was heard of
+    assert await asyncio.wait_for(running, 30) == 0
+    await client.close()
+
+
+async def test_a_session_that_says_goodbye_ends_the_drain(make_rig: Callable[..., Rig]) -> None:
+    clock = Clock()
+    rig = make_rig(clock=clock)
+    publish(rig, 1)
+    running = asyncio.create_task(rig.agent.run())
+    await tiny.until(lambda: rig.state.ready)
+    client = await rig.client()
+    await client.post("/generate", json=tiny.body(tiny.prompt(5), 2), headers={"X-SMG-Routing-Key": "s"})
+    rig.agent.leave()
+    assert rig.agent.sessions.active(clock(), 30) == 1
+    await client.delete("/motley/sessions/s")
+    assert await asyncio.wait_for(running, 30) == 0
+    await client.close()
+
+
+async def test_a_drain_ends_at_its_deadline_whatever_still_runs(make_rig: Callable[..., Rig]) -> None:
+    clock = Clock()
+    rig = make_rig(clock=clock, drain_seconds=60)
+    publish(rig, 1)
+    running = asyncio.create_task(rig.agent.run())
+    await tiny.until(lambda: rig.state.ready)
+    client = await rig.client()
+    await client.post("/pause_generation")
+    stuck = asyncio.create_task(client.post("/generate", json=tiny.body(tiny.prompt(5), 2, session_id="s")))
+    await tiny.until(lambda: rig.agent.in_flight == 1)
+    rig.agent.leave()
+    clock.now += 59
+    await asyncio.sleep(0.05)
+    assert not running.done()
+    clock.now += 2
+    assert await asyncio.wait_for(running, 30) == 0
+    assert (await (await stuck).json())["meta_info"]["finish_reason"]["type"] == "abort"
+    await client.close()
+
+
+def test_the_session_book_is_bounded_and_forgets_the_oldest() -> None:
+    book = SessionBook(limit=2)
+    for now, session in enumerate(["a", "b", "a", "c"]):
+        book.touch(session, float(now))
+    assert [book.knows(session) for session in "abc"] == [True, False, True]
+    assert book.active(now=4.0, idle_s=2.0) == 1  # c at 3; a at 2 is exactly 2 s ago
+    book.touch("", 9.0)
+    assert not book.knows("")

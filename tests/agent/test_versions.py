@@ -1,0 +1,176 @@
+"""Which version an agent advertises, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from agent.rig import Rig, publish
+from engine import tiny
+from motley_sampler.agent.views import Identity, Move, decide
+from motley_sampler.engines.protocol import EngineError
+from motley_sampler.engines.reference.engine import ReferenceEngine
+
+A, B = Identity(3, "a"), Identity(4, "b")
+
+
+@pytest.mark.parametrize(
+    ("served", "pointed", "want"),
+    [
+        (None, None, Move.STAY),
+        (None, A, Move.ADVANCE),
+        (A, None, Move.STAY),  # an unreadable past is no reason to stop
+        (A, A, Move.STAY),
+        (A, B, Move.ADVANCE),
+        (B, A, Move.REWIND),
+        (A, Identity(3, "other"), Move.REWIND),  # the number came again with other weights
+    ],
+)
+def test_only_the_pointer_decides(served: Identity | None, pointed: Identity | None, want: Move) -> None:
+    assert decide(served, pointed) is want
+
+
+async def test_nothing_is_advertised_before_the_first_version(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    await rig.agent.look()
+    assert (rig.state.version, rig.state.ready, rig.state.reason) == (-1, False, "Loading")
+
+
+@pytest.mark.parametrize(
+    ("precision", "gpu"), [("BF16", "A100-80GB"), ("BF16", "RTX-PRO-6000"), ("FP8", "H200"), ("NVFP4", "B300")]
+)
+async def test_each_view_conforms_and_is_advertised(make_rig: Callable[..., Rig], precision: str, gpu: str) -> None:
+    rig = make_rig(precision=precision, gpu_type=gpu)
+    for version in (1, 2):
+        publish(rig, version)
+        await rig.agent.look()
+        assert (rig.state.version, rig.state.ready, rig.state.message) == (version, True, "")
+        assert rig.state.logprob_mode == "AfterFilter"
+        assert rig.state.canary_max_abs_diff is not None
+        assert rig.state.canary_max_abs_diff < 0.3
+    assert (rig.state.turns, rig.state.generated_tokens) == (0, 0)  # canaries are not work
+
+
+async def test_a_broken_store_leaves_what_is_served_alone(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    publish(rig, 1)
+    await rig.agent.look()
+    publish(rig, 2)
+    root = Path(rig.settings.store_url.removeprefix("file://"))
+    weights = next((root / "run/views/bf16/v000002").glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-7] ^= 1
+    weights.write_bytes(content)
+    await rig.agent.look()
+    assert (rig.state.version, rig.state.ready) == (1, True)
+    content[-7] ^= 1
+    weights.write_bytes(content)
+    await rig.agent.look()
+    assert rig.state.version == 2
+
+
+async def test_an_unreadable_pointer_leaves_what_is_served_alone(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    publish(rig, 1)
+    await rig.agent.look()
+    pointer = Path(rig.settings.store_url.removeprefix("file://")) / "run/views/bf16/latest"
+    pointer.write_bytes(b"{half")
+    await rig.agent.look()
+    pointer.unlink()
+    await rig.agent.look()
+    assert (rig.state.version, rig.state.ready) == (1, True)
+
+
+async def test_an_explicit_rewind_is_followed_also_when_the_number_comes_again(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    for version in (1, 2, 3):
+        publish(rig, version)
+    await rig.agent.look()
+    assert rig.state.version == 3
+    rig.store.rewind("bf16", 1)
+    # The agent looks again only after the resumed trainer is at 3 once more, with other weights.
+    publish(rig, 2, seed=12)
+    publish(rig, 3, seed=13)
+    before = rig.agent.standing.prompt_logprobs
+    await rig.agent.look()
+    after = rig.agent.standing.prompt_logprobs
+    assert (rig.state.version, rig.state.ready) == (3, True)
+    assert before is not None
+    assert after is not None
+    assert abs(before - after).max() > 0.5
+    rig.store.rewind("bf16", 1)
+    await rig.agent.look()
+    assert (rig.state.version, rig.state.ready) == (1, True)
+
+
+async def test_while_the_rewound_version_cannot_be_pulled_nothing_is_served(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    for version in (1, 2):
+        publish(rig, version)
+    await rig.agent.look()
+    rig.store.rewind("bf16", 1)
+    shutil.rmtree(Path(rig.settings.store_url.removeprefix("file://")) / "run/views/bf16/v000001")
+    await rig.agent.look()
+    assert (rig.state.ready, rig.state.reason) == (False, "Rewinding")
+
+
+async def test_pulled_folders_are_bounded(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(keep_versions=1)
+    for version in range(1, 6):
+        publish(rig, version)
+        await rig.agent.look()
+    kept = sorted(path.name for path in (rig.settings.scratch / "views/bf16").iterdir())
+    assert kept == ["v000004", "v000005"]
+
+
+class FailsToLoad(ReferenceEngine):
+    """Its third load, of version 2, fails half-way: the answer of the update is an error."""
+
+    loads = 0
+
+    def _load(self, folder: Path) -> object:  # type: ignore[override]
+        type(self).loads += 1
+        if type(self).loads == 2:
+            raise EngineError("device lost half-way")
+        return super()._load(folder)
+
+
+async def test_an_update_that_fails_half_way_is_never_advertised_and_is_tried_again(
+    make_rig: Callable[..., Rig],
+) -> None:
+    FailsToLoad.loads = 0
+    rig = make_rig(engine_type=FailsToLoad)
+    publish(rig, 1)
+    await rig.agent.look()
+    publish(rig, 2)
+    await rig.agent.look()
+    assert (rig.state.version, rig.state.ready, rig.state.reason) == (1, False, "LoadFailed")
+    assert rig.state.message == "device lost half-way"
+    await rig.agent.look()
+    assert (rig.state.version, rig.state.ready, rig.state.reason) == (2, True, "")
+
+
+class NeverLoads(ReferenceEngine):
+    def _load(self, folder: Path) -> object:  # type: ignore[override]
+        raise EngineError("no such device")
+
+
+async def test_after_some_failures_the_process_gives_up_to_be_replaced(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(engine_type=NeverLoads, max_failures=3)
+    publish(rig, 1)
+    code = await asyncio.wait_for(rig.agent.run(), 30)
+    assert code == 3
+    assert (rig.agent.standing.failures, rig.state.reason) == (3, "LoadFailed")
+
+
+async def test_the_loop_follows_the_pointer(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    running = asyncio.create_task(rig.agent.run())
+    for version in (1, 2):
+        publish(rig, version)
+        await tiny.until(lambda want=version: rig.state.version == want)  # type: ignore[misc]
+    rig.agent.leave()
+    assert await asyncio.wait_for(running, 30) == 0
