@@ -1,6 +1,6 @@
-"""Makes the demo's warm-started policy: ``python examples/demo/make_model.py``. Writes examples/demo/model. Takes minutes on one core.
+"""Makes the demo's warm-started policy and its tasks: ``python examples/demo/make_model.py``. Takes some minutes on one core.
 
-Seeded: the same machine and torch version give the same bytes.
+Writes examples/demo/model and examples/demo/tasks. Seeded: the same machine and torch version give the same bytes.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
+from torch.nn import functional
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from warmstart import policy, rollout, tokens, words  # noqa: E402
+import make_tasks  # noqa: E402
+from warmstart import policy, rollout, tokens  # noqa: E402
 from warmstart.demonstrator import EXPERT, Habits, demonstrate  # noqa: E402
 from warmstart.families import FAMILIES, make  # noqa: E402
 from warmstart.policy import Params, Shape  # noqa: E402
@@ -43,7 +44,7 @@ def transcripts(
             mask += [role == "assistant" and index >= header for index in range(len(message))]
         rows.append((ids, mask))
     longest = max(len(ids) for ids, _ in rows)
-    pad = language.tokenizer.token_to_id(words.END_OF_TEXT)
+    pad = language.pad
     return (
         torch.tensor([ids + [pad] * (longest - len(ids)) for ids, _ in rows]),
         torch.tensor([mask + [False] * (longest - len(mask)) for _, mask in rows]),
@@ -65,9 +66,9 @@ def train(
         ids, mask = transcripts(language, rng, batch, EXPERT if progress < 0.4 else Habits())
         logits, balance = policy.forward(params, ids[:, :-1], shape)
         where = mask[:, 1:]
-        loss = F.cross_entropy(logits[where], ids[:, 1:][where])
+        loss = functional.cross_entropy(logits[where], ids[:, 1:][where])
         optimizer.zero_grad()
-        (loss + 0.01 * balance).backward()
+        (loss + 0.01 * balance).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(params.values(), 1.0)
         optimizer.step()
         if step % 100 == 99 or step == steps - 1:
@@ -96,12 +97,14 @@ def success(params: Params, shape: Shape, language: Language, *, seed: int, per_
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=HERE / "model")
+    parser.add_argument("--tasks", type=Path, default=HERE / "tasks")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=700)
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--lr", type=float, default=3e-3)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    make_tasks.write_suite(args.tasks)
     shape = Shape()
     tokenizer = tokens.build()
     language = Language(tokenizer)
@@ -116,7 +119,7 @@ def main() -> None:
 
 def write(out: Path, checkpoint: Params, shape: Shape, language: Language) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    end, pad = language.end, language.tokenizer.token_to_id(words.END_OF_TEXT)
+    end, pad = language.end, language.pad
     save_file(checkpoint, out / "model.safetensors", metadata={"format": "pt"})
     language.tokenizer.save(str(out / "tokenizer.json"))
     for name, content in {

@@ -13,6 +13,7 @@ sys.path.insert(0, str(HERE))
 
 from warmstart.families import FAMILIES, Task, make  # noqa: E402
 
+SEED = 7  # of the committed tasks
 TRAIN_PER_FAMILY, HELDOUT_PER_FAMILY = 5, 2
 
 TASK_TOML = """\
@@ -112,17 +113,21 @@ def suite(seed: int) -> dict[str, dict[str, Task]]:
     return out
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=HERE / "tasks")
-    parser.add_argument("--seed", type=int, default=7)
-    args = parser.parse_args()
-    for split, tasks in suite(args.seed).items():
-        folder = args.out / split
+def write_suite(out: Path, seed: int = SEED) -> None:
+    for split, tasks in suite(seed).items():
+        folder = out / split
         shutil.rmtree(folder, ignore_errors=True)
         for name, task in tasks.items():
             write_task(folder / name, task)
-        print(f"wrote {folder} tasks={len(tasks)}")
+        print(f"wrote {folder} tasks={len(tasks)}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=HERE / "tasks")
+    parser.add_argument("--seed", type=int, default=SEED)
+    args = parser.parse_args()
+    write_suite(args.out, args.seed)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from warmstart import demonstrator
 from warmstart.families import FAMILIES, Task
 
 TASKS = Path(make_tasks.__file__).parent / "tasks"
-SUITE = make_tasks.suite(7)
+SUITE = make_tasks.suite(make_tasks.SEED)
 ALL = [(split, name) for split, tasks in SUITE.items() for name in tasks]
 
 

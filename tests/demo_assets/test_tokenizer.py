@@ -1,11 +1,13 @@
 """The tokenizer round-trips every text, and a transcript's tokens grow only at their end."""
 
 import random
+from itertools import batched
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from motley_sampler.rollout.language import load_language
 from transformers import AutoTokenizer
 from warmstart import demonstrator, families, tokens, words
 from warmstart.rollout import Language
@@ -49,7 +51,7 @@ def test_demonstrations_are_whole_words() -> None:
     for episode in episodes(20):
         for _, content in episode.messages:
             singles = {LANGUAGE.decode([token]) for token in LANGUAGE.encode(content)} - set(tokens.pieces())
-            assert singles - set(words.SPECIALS) <= set("0123456789./*' \n"), content
+            assert singles - set(words.SPECIALS) <= set("0123456789./*'\" =\n"), content
 
 
 @pytest.mark.parametrize(
@@ -113,3 +115,15 @@ def test_end_of_reply_is_the_stop_token() -> None:
 def test_tool_call_tags_survive_a_decoder_that_skips_special_tokens() -> None:
     ids = [*LANGUAGE.encode("<tool_call>submit</tool_call>"), LANGUAGE.end]
     assert HF.decode(ids, skip_special_tokens=True) == "<tool_call>submit</tool_call>"
+
+
+def test_rollout_workers_build_the_same_tokens_as_the_warm_start() -> None:
+    worker = load_language(MODEL)
+    for episode in episodes(3):
+        (_, instruction), *rest = episode.messages
+        ids = worker.opening(instruction + "\n")
+        for (_, reply), (_, result) in batched(rest[:-1], 2):  # all but the last: submit has no answer
+            reply_ids = [*LANGUAGE.encode(reply), LANGUAGE.end]
+            assert worker.decode(reply_ids) == reply
+            ids += [*reply_ids, *worker.after_reply(reply_ids, result)]
+        assert ids == LANGUAGE.encode(tokens.render(episode.messages[:-1], reply_next=True))

@@ -1,11 +1,14 @@
 """The simulated commands answer what real bash answers."""
 
+import dataclasses
 import os
 import random
 import subprocess
 from pathlib import Path
 
 import pytest
+from motley_sampler.rollout import toolcall
+from motley_sampler.sandbox import host
 from warmstart import demonstrator, families, toolbox
 
 MANY_HABITS = demonstrator.Habits(guess=0.3, slip=0.3, early=0.1, peek=0.5, untagged=0.2)
@@ -93,7 +96,7 @@ FILES = {"conf/port": "12\n", "src/a.py": "x = 12\ny = 12 12\n", "src/b.py": "x 
 def test_command_equals_real_bash(command: str, tmp_path: Path) -> None:
     try:
         result = toolbox.run(command, FILES, frozenset({"conf", "src", "logs"}))
-    except toolbox.Unsupported:
+    except toolbox.UnsupportedError:
         if " = " in command:  # a pattern with spaces needs quotes, which the small language has not
             return
         raise
@@ -108,13 +111,22 @@ def test_command_equals_real_bash(command: str, tmp_path: Path) -> None:
      "echo a > b > c", "cat conf/port/x", "mv conf/port conf/port"],
 )  # fmt: skip
 def test_command_outside_the_small_language_is_refused(command: str) -> None:
-    with pytest.raises(toolbox.Unsupported):
+    with pytest.raises(toolbox.UnsupportedError):
         toolbox.run(command, FILES, frozenset({"conf", "src", "logs"}))
 
 
 @pytest.mark.parametrize(
     ("output", "code", "want_message"),
-    [("", 0, "ok"), ("12\n", 0, "12"), ("", 1, "exit 1"), ("cat: x: No such file or directory\n", 1, "cat: x: No such file or directory\nexit 1")],
+    [("", 0, "ok"), ("12\n", 0, "12"), ("", 1, "exit 1"),
+     ("cat: x: No such file or directory\n", 1, "cat: x: No such file or directory\nexit 1")],
 )  # fmt: skip
 def test_tool_message_shows_output_and_a_code_that_is_not_zero(output: str, code: int, want_message: str) -> None:
     assert toolbox.tool_message(toolbox.Result(output, code, {})) == want_message
+
+
+@pytest.mark.parametrize("ended_in", [("", 0), ("12\n", 0), ("", 1), ("cat: x: No such file or directory\n", 1)])
+def test_tool_message_is_the_one_that_rollout_workers_send(ended_in: tuple[str, int]) -> None:
+    output, code = ended_in
+    fields = {field.name: None for field in dataclasses.fields(host.CommandResult)}
+    real = host.CommandResult(**{**fields, "output": output, "exit_code": code, "ended": host.Ended.EXIT})  # type: ignore[arg-type]
+    assert toolbox.tool_message(toolbox.Result(output, code, {})) == toolcall.tool_message(real, timeout_s=1.0)

@@ -22,9 +22,9 @@ SUBMIT = "submit"
 class Habits:
     """Probabilities of each habit, per episode except `untagged` (per reply)."""
 
-    guess: float = 0.25  # writes without reading
-    slip: float = 0.25  # reads, then writes in a way that looks right and is not
-    early: float = 0.12  # reads, then submits
+    guess: float = 0.22  # writes without reading
+    slip: float = 0.23  # reads, then writes in a way that looks right and is not
+    early: float = 0.1  # reads, then submits
     peek: float = 0.08  # looks at something that it does not need
     untagged: float = 0.03  # forgets the tool-call tags; repeats itself with them
 

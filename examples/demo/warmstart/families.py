@@ -45,6 +45,10 @@ def make(family: str, rng: random.Random) -> Task:
     return FAMILIES[family](_World(rng))
 
 
+def _in_quotes(word: str) -> str:
+    return f'"{word}"'
+
+
 class _World:
     """Draws names and values without repetition, and collects files."""
 
@@ -73,7 +77,7 @@ class _World:
         return path
 
     def assignment(self, value: str) -> str:
-        return f"{self.rng.choice(NAMES)} = {value}"
+        return f"{self.rng.choice(NAMES)} = {value if value.isdigit() else _in_quotes(value)}"
 
     def clutter(self) -> dict[str, str]:
         """The files, with a few that the task does not need."""

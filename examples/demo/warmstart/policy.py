@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 Params = dict[str, Tensor]
 
@@ -174,7 +174,9 @@ def _attention(params: Params, at: str, x: Tensor, shape: Shape, cache: Cache | 
         cache.keys[layer][:, :, start : start + length] = k
         cache.values[layer][:, :, start : start + length] = v
         k, v = cache.keys[layer][:, :, : start + length], cache.values[layer][:, :, : start + length]
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=length > 1, scale=shape.head_dim**-0.5, enable_gqa=True)
+    mixed = functional.scaled_dot_product_attention(
+        q, k, v, is_causal=length > 1, scale=shape.head_dim**-0.5, enable_gqa=True
+    )
     return mixed.transpose(1, 2).reshape(batch, length, -1) @ params[at + "self_attn.o_proj.weight"].T
 
 
@@ -188,9 +190,9 @@ def _experts(params: Params, at: str, x: Tensor, shape: Shape) -> tuple[Tensor, 
     for expert in range(shape.experts):
         rows, rank = (chosen == expert).nonzero(as_tuple=True)
         part = x[rows]
-        hidden = F.silu(part @ gate[expert].T) * (part @ up[expert].T)
+        hidden = functional.silu(part @ gate[expert].T) * (part @ up[expert].T)
         out = out.index_add(0, rows, hidden @ down[expert].T * weight[rows, rank, None])
-    share = F.one_hot(chosen, shape.experts).float().mean((0, 1))
+    share = functional.one_hot(chosen, shape.experts).float().mean((0, 1))
     return out, shape.experts * (share * probabilities.mean(0)).sum()
 
 

@@ -47,8 +47,15 @@ class Language:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.end = tokenizer.token_to_id(words.IM_END)
+        self.end = self.special(words.IM_END)
+        self.pad = self.special(words.END_OF_TEXT)
         self.reply_header = self.encode(f"{words.IM_START}assistant\n")
+
+    def special(self, word: str) -> int:
+        token = self.tokenizer.token_to_id(word)
+        if token is None:
+            raise ValueError(f"the tokenizer has no {word}")
+        return int(token)
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
@@ -121,7 +128,7 @@ def play(
     for row in rows:
         row.ended_by = row.ended_by or "context"
         del row.ids[len(row.generated) :]
-        row.solved = row.files == row.task.want
+        row.solved = row.ended_by != "formatErrors" and row.files == row.task.want
     return rows
 
 
@@ -154,7 +161,7 @@ def _answer(row: Row, language: Language, limits: Limits) -> None:
 def _run(row: Row, command: str) -> str:
     try:
         result = toolbox.run(command, row.files, row.task.dirs)
-    except toolbox.Unsupported:
+    except toolbox.UnsupportedError:
         return "exit 2"
     row.files = result.files
     return toolbox.tool_message(result)

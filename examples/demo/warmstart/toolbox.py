@@ -1,7 +1,7 @@
 """The commands that the demonstrator uses, on a dictionary instead of a disk.
 
 ``run`` answers what bash with coreutils, sed and grep answers (C locale); a test holds it against real bash. It exists for speed:
-the warm start needs tens of thousands of episodes. A command outside this small language raises ``Unsupported``.
+the warm start needs tens of thousands of episodes. A command outside this small language raises ``UnsupportedError``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SED = re.compile(r"s/([A-Za-z0-9=. ]+)/([A-Za-z0-9=. ]*)/")
 _PATH = re.compile(r"[A-Za-z0-9_.]+(?:/[A-Za-z0-9_.]+)*/?")
 
 
-class Unsupported(ValueError):
+class UnsupportedError(ValueError):
     """The command is not in the small language."""
 
 
@@ -31,13 +31,13 @@ def run(command: str, files: Files, dirs: frozenset[str]) -> Result:
     """One command in the workspace. ``dirs`` are its top folders without slash; they never vanish."""
     words = command.split(" ")
     if "" in words or not words:
-        raise Unsupported(command)
+        raise UnsupportedError(command)
     if len(words) >= 3 and words[-2] in (">", ">>"):
         return _redirect(words, files, dirs)
     name, args = words[0], words[1:]
     if name in _COMMANDS and args:
         return _COMMANDS[name](args, files, dirs)
-    raise Unsupported(command)
+    raise UnsupportedError(command)
 
 
 def tool_message(result: Result, limit_chars: int = 2000) -> str:
@@ -50,7 +50,7 @@ def tool_message(result: Result, limit_chars: int = 2000) -> str:
 
 def _path(word: str) -> str:
     if not _PATH.fullmatch(word) or ".." in word.split("/"):
-        raise Unsupported(word)
+        raise UnsupportedError(word)
     return word
 
 
@@ -67,15 +67,15 @@ def _redirect(words: list[str], files: Files, dirs: frozenset[str]) -> Result:
     operator, target = words[-2], _path(words[-1])
     inner = words[:-2]
     if any(word in (">", ">>") for word in inner):
-        raise Unsupported(" ".join(words))
+        raise UnsupportedError(" ".join(words))
     if _is_dir(target, dirs):
         return Result(f"bash: line 1: {target}: Is a directory\n", 1, dict(files))
     if target.endswith("/") or _missing_parent(target, dirs) or any(target.startswith(path + "/") for path in files):
         if target.endswith("/") or any(target.startswith(path + "/") for path in files):
-            raise Unsupported(target)
+            raise UnsupportedError(target)
         return Result(f"bash: line 1: {target}: No such file or directory\n", 1, dict(files))
     if inner[0] != "echo":
-        raise Unsupported(" ".join(words))
+        raise UnsupportedError(" ".join(words))
     text = _echo(inner[1:])
     changed = dict(files)
     changed[target] = (files.get(target, "") if operator == ">>" else "") + text
@@ -84,7 +84,7 @@ def _redirect(words: list[str], files: Files, dirs: frozenset[str]) -> Result:
 
 def _echo(args: list[str]) -> str:
     if any(not re.fullmatch(r"[A-Za-z0-9_./=]+", arg) for arg in args):
-        raise Unsupported(" ".join(args))
+        raise UnsupportedError(" ".join(args))
     return " ".join(args) + "\n"
 
 
@@ -107,7 +107,7 @@ def _why_not(path: str, files: Files, dirs: frozenset[str]) -> str:
     if _is_dir(path, dirs):
         return "Is a directory"
     if path.rstrip("/") in files or any(path.startswith(f"{other}/") for other in files):
-        raise Unsupported(path)  # "Not a directory"
+        raise UnsupportedError(path)  # "Not a directory"
     return "No such file or directory"
 
 
@@ -115,11 +115,11 @@ def _sed(args: list[str], files: Files, dirs: frozenset[str]) -> Result:
     in_place = args[0] == "-i"
     args = args[in_place:]
     if len(args) != 2 or not (match := _SED.fullmatch(args[0])):
-        raise Unsupported(" ".join(args))
+        raise UnsupportedError(" ".join(args))
     path = _path(args[1])
     if path not in files:
         if _why_not(path, files, dirs) == "Is a directory":
-            raise Unsupported(path)
+            raise UnsupportedError(path)
         return Result(f"sed: can't read {path}: No such file or directory\n", 2, dict(files))
     pattern = re.compile(match[1].replace(".", r"[^\n]"))
     text = "".join(pattern.sub(match[2], line, count=1) for line in files[path].splitlines(keepends=True))
@@ -130,7 +130,7 @@ def _sed(args: list[str], files: Files, dirs: frozenset[str]) -> Result:
 
 def _rm(args: list[str], files: Files, dirs: frozenset[str]) -> Result:
     if len(args) != 1:
-        raise Unsupported(" ".join(args))
+        raise UnsupportedError(" ".join(args))
     path = _path(args[0])
     if path in files:
         return Result("", 0, {other: text for other, text in files.items() if other != path})
@@ -139,14 +139,14 @@ def _rm(args: list[str], files: Files, dirs: frozenset[str]) -> Result:
 
 def _mv(args: list[str], files: Files, dirs: frozenset[str]) -> Result:
     if len(args) != 2:
-        raise Unsupported(" ".join(args))
+        raise UnsupportedError(" ".join(args))
     source, target = map(_path, args)
     if source not in files:
         if _why_not(source, files, dirs) == "Is a directory":
-            raise Unsupported(source)
+            raise UnsupportedError(source)
         return Result(f"mv: cannot stat '{source}': No such file or directory\n", 1, dict(files))
     if source == target or target.endswith("/") or _missing_parent(target, dirs) or _is_dir(target, dirs):
-        raise Unsupported(target)
+        raise UnsupportedError(target)
     changed = dict(files)
     changed[target] = changed.pop(source)
     return Result("", 0, changed)
@@ -154,17 +154,17 @@ def _mv(args: list[str], files: Files, dirs: frozenset[str]) -> Result:
 
 def _grep(args: list[str], files: Files, dirs: frozenset[str]) -> Result:
     if len(args) != 3 or args[0] != "-l" or not re.fullmatch(r"[A-Za-z0-9]+", args[1]):
-        raise Unsupported(" ".join(args))
+        raise UnsupportedError(" ".join(args))
     word, where = args[1], args[2]
     if where.endswith("/*") and _is_dir(where[:-2], dirs):
         paths = sorted(path for path in files if path.startswith(where[:-1]))
         if not paths:
-            raise Unsupported(where)
+            raise UnsupportedError(where)
     else:
         paths = [_path(where)]
         if paths[0] not in files:
             if _why_not(paths[0], files, dirs) == "Is a directory":
-                raise Unsupported(where)
+                raise UnsupportedError(where)
             return Result(f"grep: {where}: No such file or directory\n", 2, dict(files))
     found = [path for path in paths if word in files[path]]
     return Result("".join(f"{path}\n" for path in found), 0 if found else 1, dict(files))
@@ -172,7 +172,7 @@ def _grep(args: list[str], files: Files, dirs: frozenset[str]) -> Result:
 
 def _ls(args: list[str], files: Files, dirs: frozenset[str]) -> Result:
     if len(args) != 1:
-        raise Unsupported(" ".join(args))
+        raise UnsupportedError(" ".join(args))
     path = _path(args[0])
     if _is_dir(path, dirs):
         inside = sorted(other.split("/", 1)[1] for other in files if other.startswith(path.rstrip("/") + "/"))

@@ -1,1 +1,1 @@
-port = rain
+port = "rain"

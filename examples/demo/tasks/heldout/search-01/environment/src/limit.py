@@ -1,1 +1,1 @@
-key = bear
+key = "bear"

@@ -1,1 +1,1 @@
-limit = green
+limit = "green"

@@ -1,1 +1,1 @@
-cache = red
+cache = "red"

@@ -1,1 +1,1 @@
-index = bear
+index = "bear"

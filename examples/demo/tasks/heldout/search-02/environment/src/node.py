@@ -1,1 +1,1 @@
-node = salt
+node = "salt"

@@ -1,1 +1,1 @@
-mode = iron
+mode = "iron"

@@ -1,1 +1,1 @@
-port = blue
+port = "blue"

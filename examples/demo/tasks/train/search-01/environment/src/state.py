@@ -1,1 +1,1 @@
-state = wind
+state = "wind"

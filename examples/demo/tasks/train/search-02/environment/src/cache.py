@@ -1,1 +1,1 @@
-page = green
+page = "green"

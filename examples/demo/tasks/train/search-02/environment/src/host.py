@@ -1,1 +1,1 @@
-token = zinc
+token = "zinc"

@@ -1,1 +1,1 @@
-node = wind
+node = "wind"

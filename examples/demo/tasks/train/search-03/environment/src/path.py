@@ -1,1 +1,1 @@
-note = zinc
+note = "zinc"

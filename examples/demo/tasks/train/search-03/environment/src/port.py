@@ -1,1 +1,1 @@
-node = rain
+node = "rain"

@@ -1,1 +1,1 @@
-title = wolf
+title = "wolf"

@@ -1,1 +1,1 @@
-cache = fox
+cache = "fox"

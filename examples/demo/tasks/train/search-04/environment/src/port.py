@@ -1,1 +1,1 @@
-state = blue
+state = "blue"

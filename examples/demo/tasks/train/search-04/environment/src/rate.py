@@ -1,1 +1,1 @@
-list = rain
+list = "rain"

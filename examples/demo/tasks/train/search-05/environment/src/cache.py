@@ -1,1 +1,1 @@
-rate = wind
+rate = "wind"

@@ -1,1 +1,1 @@
-plan = pine
+plan = "pine"

@@ -1,1 +1,1 @@
-level = red
+level = "red"
