@@ -11,7 +11,7 @@ SEED ?= 0
 
 .PHONY: help
 help: ## this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: setup
 setup: ## the Python environment in .venv (PYTHON=/path/to/python3.12 to choose the interpreter)
@@ -51,6 +51,10 @@ tiny-model: setup ## make the demo's model and tasks again
 lock: ## pin the dependencies again
 	@.venv/bin/uv pip compile -q pyproject.toml --extra demo --extra test --extra s3 --universal --python-version 3.12 \
 	  --generate-hashes --no-annotate --no-header --no-emit-index-url --upgrade -o requirements.txt
+
+.PHONY: bench-%
+bench-%: setup ## bench-router, bench-loss, bench-records, ...: a benchmark; its last line is JSON (ARGS=...)
+	@$(PY) benchmarks/$*.py $(ARGS)
 
 .PHONY: clean
 clean: ## remove what the demo and the local cluster wrote
