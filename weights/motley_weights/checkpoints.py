@@ -71,7 +71,7 @@ def read_checkpoint(folder: str | Path) -> Checkpoint:
     try:
         files = safetensors_io.shard_files(path)
     except (ValueError, KeyError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"{path}: weights index is not readable: {error}") from error
+        raise CheckpointError(f"{path}: weights are not readable: {error}") from error
     if not files:
         raise CheckpointError(
             f"{path}: must hold {safetensors_io.SINGLE_FILE} or {safetensors_io.INDEX_FILE}; "

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
-import mmap
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 
 from motley_weights import codecs, delta, safetensors_io
@@ -155,12 +154,12 @@ class ViewWriter:
             for chunk in hashing:
                 target.write(chunk)
         self.files[name] = entry = hashing.entry()
-        with _mapped(cache / name) as new:
-            change = self._delta(name, new)
-            if change is not None and len(change) <= policy.max_ratio * entry.size:
-                self._store(name + DELTA_SUFFIX, [change])
-            else:
-                self._store(name, [new])
+        new = _mapped(cache / name)
+        change = self._delta(name, new)
+        if change is not None and len(change) <= policy.max_ratio * entry.size:
+            self._store(name + DELTA_SUFFIX, [change])
+        else:
+            self._store(name, [new])
 
     def _delta(self, name: str, new: memoryview) -> bytes | None:
         """Against the same file of the version before; None when that is not in the cache exactly as it was published:
@@ -170,10 +169,10 @@ class ViewWriter:
         path = self._base.folder / name
         if not path.is_file() or path.stat().st_size == 0:
             return None
-        with _mapped(path) as old:
-            if FileEntry(len(old), hashlib.sha256(old).hexdigest()) != self._base.manifest.files[name]:
-                return None
-            return delta.encode(old, new)
+        old = _mapped(path)
+        if FileEntry(len(old), hashlib.sha256(old).hexdigest()) != self._base.manifest.files[name]:
+            return None
+        return delta.encode(old, new)
 
     def _store(self, name: str, chunks: Iterable[Chunk]) -> FileEntry:
         hashing = Hashing(chunks)
@@ -182,15 +181,9 @@ class ViewWriter:
         return self.stored[name]
 
 
-@contextlib.contextmanager
-def _mapped(path: Path) -> Iterator[memoryview]:
-    """A file's bytes, memory-mapped for reading."""
-    with (
-        open(path, "rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-        memoryview(mapped) as view,
-    ):
-        yield view
+def _mapped(path: Path) -> memoryview:
+    """A file's bytes, memory-mapped for reading while anything refers to them."""
+    return memoryview(np.memmap(path, dtype=np.uint8, mode="r"))
 
 
 class Hashing:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import errno
 import hashlib
-import mmap
 import os
 import shutil
 import uuid
@@ -14,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+import numpy as np
 
 from motley_weights import delta
 from motley_weights.backend import READ_BYTES
@@ -85,12 +86,11 @@ def save(chunks: Iterable[bytes], path: Path, want: FileEntry, *, where: str) ->
 
 def patch(path: Path, change: bytes, *, where: str) -> None:
     """Applies a delta to a local file in place."""
-    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
-        try:
-            with memoryview(mapped) as view:
-                delta.apply(view, change, where=where)
-        except (KeyError, ValueError) as error:  # of a base whose header is damaged
-            raise ViewCorruptError(f"{where}: does not fit {path.name}: {error}") from error
+    mapped = np.memmap(path, dtype=np.uint8, mode="r+")
+    try:
+        delta.apply(memoryview(mapped), change, where=where)
+    except (KeyError, ValueError) as error:  # of a base whose header is damaged
+        raise ViewCorruptError(f"{where}: does not fit {path.name}: {error}") from error
 
 
 def check(got: FileEntry, want: FileEntry, *, where: str) -> None:

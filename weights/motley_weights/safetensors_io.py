@@ -81,12 +81,16 @@ def index(weight_map: Mapping[str, str], total_size: int) -> bytes:
 
 def shard_files(folder: Path) -> dict[str, list[str]]:
     """File name -> tensor names, from the index or, without one, the single file. Empty when the folder holds no
-    weights.
+    weights. ValueError, KeyError or SafetensorError when index or file are damaged.
     """
     if (folder / INDEX_FILE).is_file():
         weight_map = json.loads((folder / INDEX_FILE).read_bytes())["weight_map"]
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{INDEX_FILE}: weight_map must be an object, got {weight_map!r}")
         files: dict[str, list[str]] = {}
         for name, file in weight_map.items():
+            if not isinstance(file, str) or "/" in file or "\\" in file:
+                raise ValueError(f"{INDEX_FILE}: {name} must lie in a file of the same folder, got {file!r}")
             files.setdefault(file, []).append(name)
         return files
     if (folder / SINGLE_FILE).is_file():
@@ -100,7 +104,10 @@ def load_folder(folder: Path) -> dict[str, Tensor]:
     says.
     """
     tensors: dict[str, Tensor] = {}
-    files = shard_files(folder)
+    try:
+        files = shard_files(folder)
+    except (ValueError, KeyError, safetensors.SafetensorError) as error:
+        raise ViewCorruptError(f"{folder}: weights are not readable: {error}") from error
     if not files:
         raise ViewCorruptError(f"{folder}: holds neither {INDEX_FILE} nor {SINGLE_FILE}")
     for file, names in files.items():

@@ -174,9 +174,12 @@ class WeightStore:
         VersionRefusedError unless the version is complete in every view of the run and not newer than the view's
         pointer.
         """
-        for other in {*self.views(), view}:
+        try:
+            current = self.latest(view)
+        except ViewCorruptError:
+            current = None  # a torn pointer is mended by choosing a version
+        for other in sorted({*self.views(), view}):
             self._require_complete(other, version)
-        current = self.latest(view)
         if current is not None and version > current:
             raise VersionRefusedError(f"{view}: rewind must go back from version {current}, got {version}")
         content, _ = self._manifest(view, version)
@@ -257,10 +260,8 @@ class WeightStore:
 
     def _pointer(self, view: str) -> Pointer | None:
         path = f"{self._view_path(view)}/{keys.LATEST_POINTER}"
-        try:
-            return decode_pointer(self._backend.read(path), where=path)
-        except FileNotFoundError:
-            return None
+        content = self._read_or_none(path)
+        return None if content is None else decode_pointer(content, where=path)
 
     def _manifest(self, view: str, version: int) -> tuple[bytes, Manifest]:
         """(bytes, content), checked against the pointer when it names this version."""
@@ -279,7 +280,10 @@ class WeightStore:
         ):
             if want != got:
                 raise ViewCorruptError(f"{path}: {field} must be {want!r}, got {got!r}")
-        pointer = self._pointer(view)
+        try:
+            pointer = self._pointer(view)
+        except ViewCorruptError:
+            pointer = None  # torn: whoever asks for `latest` hears of it
         if pointer is not None and pointer.version == version and pointer.manifest_sha256 != digest(content):
             raise ViewCorruptError(f"{path}: differs from the manifest that {keys.LATEST_POINTER} names")
         pulling.check_names(manifest, where=path)
@@ -398,12 +402,32 @@ class WeightStore:
                 raise ViewCorruptError(f"{self._path(view, version)}/{name}: must have {entry.size} bytes, has {size}")
 
     def _point(self, view: str, version: int, manifest: bytes) -> None:
-        pointer = Pointer(version=version, manifest_sha256=digest(manifest))
+        """Moves the pointer and reads it back: an answer may be lost after the write, or given without one.
+
+        Raises when the pointer is not the new one; it is then the old one again, so far as the store still answers.
+        """
+        path = f"{self._view_path(view)}/{keys.LATEST_POINTER}"
+        old, new = self._read_or_none(path), encode_pointer(Pointer(version=version, manifest_sha256=digest(manifest)))
+        refusal: Exception | None = None
         try:
-            self._backend.replace(f"{self._view_path(view)}/{keys.LATEST_POINTER}", encode_pointer(pointer))
-        except Exception:
-            if self._pointer(view) != pointer:  # else only the answer was lost
-                raise
+            self._backend.replace(path, new)
+        except Exception as error:
+            refusal = error
+        found = self._read_or_none(path)
+        if found == new:
+            return
+        if found != old:  # torn, by a store that does not replace atomically
+            if old is None:
+                self._backend.remove(path)
+            else:
+                self._backend.replace(path, old)
+        raise refusal or ViewCorruptError(f"{path}: reads back other bytes than were written")
+
+    def _read_or_none(self, path: str) -> bytes | None:
+        try:
+            return self._backend.read(path)
+        except FileNotFoundError:
+            return None
 
     def _build(self, manifest: Manifest, into: Path, folder: Path) -> None:
         """All files of a version in `folder`: from the nearest version in `into` when deltas lead from it, else from
