@@ -46,6 +46,7 @@ ENV_TRAINER_URL = "MOTLEY_TRAINER_URL"
 ENV_POD_NAME = "MOTLEY_POD_NAME"  # fieldRef metadata.name; an engine's id
 ENV_POD_IP = "MOTLEY_POD_IP"  # fieldRef status.podIP; servers bind and advertise this address
 ENV_NODE_NAME = "MOTLEY_NODE_NAME"  # fieldRef spec.nodeName
+ENV_SGLANG_PYTHON = "MOTLEY_SGLANG_PYTHON"  # interpreter that has sglang, where it is not the sampler's own
 ENV_SCRATCH = "MOTLEY_SCRATCH"  # an emptyDir: pulled views, sandboxes
 
 # A process that can never work as configured (no such model, no tasks) writes why to stderr, last, and exits with this code:

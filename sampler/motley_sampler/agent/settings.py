@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ class Settings:
     token: str
     address: str
     scratch: Path
+    sglang_python: str = sys.executable  # that has sglang; its pins may ask for an environment of its own
     port: int = keys.SAMPLER_PORT
     engine_port: int = keys.ENGINE_PORT
     poll_s: float = 1.0  # between looks at the view's pointer
@@ -84,6 +86,7 @@ def from_env(env: Mapping[str, str]) -> Settings:
         token=need(keys.ENV_TOKEN),
         address=need(keys.ENV_POD_IP),
         scratch=Path(need(keys.ENV_SCRATCH)),
+        sglang_python=env.get(keys.ENV_SGLANG_PYTHON) or sys.executable,
     )
 
 
