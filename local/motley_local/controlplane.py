@@ -350,12 +350,12 @@ class ControlPlane:
             time.sleep(POLL_S)
 
     def get(self, path: str) -> Any | None:
-        """Answer to a GET, parsed where it is a JSON object; None when the server does not answer 200."""
+        """Answer to a GET, parsed where it is JSON; None when the server does not answer 200."""
         status, answer = self.request("GET", path)
         return answer if status == HTTPStatus.OK else None
 
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, Any]:
-        """One request as administrator: HTTP status and answer, parsed where it is a JSON object. Status 0: no server answered."""
+        """One request as administrator: HTTP status and answer, parsed where it is JSON. Status 0: no server answered."""
         headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
         data = None if body is None else json.dumps(body)
         try:
@@ -367,10 +367,11 @@ class ControlPlane:
             self._connection.request(method, path, data, headers)
             response = self._connection.getresponse()
             text = response.read().decode()
+            is_json = (response.headers.get("Content-Type") or "").startswith("application/json")
         except (http.client.HTTPException, OSError):
             self._drop_connection()
             return 0, None
-        return response.status, json.loads(text) if text.startswith("{") else text
+        return response.status, json.loads(text) if is_json else text
 
     def _drop_connection(self) -> None:
         if self._connection is not None:

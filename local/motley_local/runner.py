@@ -19,6 +19,7 @@ from motley_local.processes import descendants, parent_of_each
 
 SHIM = Path(__file__).with_name("shim.py")
 ENV_CONTAINER_ID = "MOTLEY_LOCAL_CONTAINER"
+KILL_POLL_S = 0.1
 PODS_NICE = 5  # the control plane answers also when pods use every core
 
 
@@ -245,27 +246,29 @@ class Runner:
             os.close(output_write)
             os.close(unused_read)
             os.close(unused_write)
-        output = asyncio.ensure_future(_read_all(output_read))
+        output = asyncio.create_task(_read_all(output_read))
+        ended = asyncio.create_task(self._reap_shim(shim))
         try:
-            async with asyncio.timeout(timeout_s):
-                code = await self._reap_shim(shim)
-                text = await output
-            return code, text
-        except TimeoutError:
+            await asyncio.wait([ended, output], timeout=timeout_s, return_when=asyncio.ALL_COMPLETED)
+            if ended.done() and output.done():
+                return ended.result(), output.result()
             return 124, f"command timed out after {timeout_s:g} s"
         finally:
-            if shim.returncode is None:
+            if not ended.done():
                 kill_tree(shim.pid)
+                await ended
             output.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await output
+            await asyncio.gather(output, return_exceptions=True)
             os.close(output_read)
 
     async def kill(self, process: Process) -> None:
         """End a container and everything that it started, at once."""
         process.signal(signal.SIGKILL)
-        if not process.exit_code.done():
-            await asyncio.wait([process.exit_code])
+        while not process.exit_code.done():
+            # A PID namespace ends only when each of its processes was waited for, and those that came from a probe that
+            # was cut off are ours to wait for.
+            await asyncio.wait([process.exit_code], timeout=KILL_POLL_S)
+            self.reap_orphans()
         self.kill_leftovers(process)
 
     def kill_leftovers(self, process: Process) -> None:
