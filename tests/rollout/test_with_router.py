@@ -12,6 +12,7 @@ import msgspec
 import pytest_asyncio
 from aiohttp import web
 from motley_api.records import EndedBy, EngineState, Fleet, GroupShare, RouterStatus
+from motley_sampler.router.placement import Limits
 from motley_sampler.router.server import Router, build_app
 from motley_sampler.router.server import Settings as RouterSettings
 
@@ -39,7 +40,9 @@ class RealRouter:
 
 @pytest_asyncio.fixture
 async def router() -> AsyncIterator[RealRouter]:
-    runner = web.AppRunner(build_app(Router(RouterSettings(token=TOKEN, lease_ttl_s=1.0))), access_log=None)
+    runner = web.AppRunner(
+        build_app(Router(RouterSettings(token=TOKEN, limits=Limits(warm_up_s=0.0), lease_ttl_s=1.0))), access_log=None
+    )
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

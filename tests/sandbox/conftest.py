@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from motley_api.resources.rlrun import Isolation
-from motley_sampler.sandbox.host import Limits, Mount, Sandbox, SandboxError, SandboxHost, remove_tree
+from motley_sampler.sandbox.host import Limits, Mount, Sandbox, SandboxError, SandboxHost, impossible, remove_tree
 
 Open = Callable[..., Awaitable[Sandbox]]
 
@@ -27,7 +27,10 @@ def place() -> Iterator[Path]:
         Path(folder).mkdir(exist_ok=True)
 
 
-@pytest_asyncio.fixture(params=[Isolation.NAMESPACES, Isolation.RLIMITS], ids=str)
+LEVELS = [level for level in Isolation if level is not Isolation.AUTO and not impossible(level)]
+
+
+@pytest_asyncio.fixture(params=LEVELS, ids=str)
 async def host(request: pytest.FixtureRequest, place: Path) -> AsyncIterator[SandboxHost]:
     try:
         started = await SandboxHost.start(place / "sandboxes", request.param)

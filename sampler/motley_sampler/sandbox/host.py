@@ -38,7 +38,7 @@ _ETC = (
     "mime.types",
 )
 _GRACE_S = 20.0  # past a command's own timeout, before the sandbox itself counts as hung
-_PREFERENCE = (Isolation.NAMESPACES, Isolation.RLIMITS)
+_PREFERENCE = (Isolation.NAMESPACES, Isolation.BUBBLEWRAP, Isolation.RLIMITS)
 
 
 class SandboxError(Exception):
@@ -123,6 +123,9 @@ class SandboxHost:
         reasons: list[str] = []
         for level in candidates:
             uid = _BASE_UID + (os.getpid() % _WORKERS) * _UIDS_PER_WORKER
+            if why_not := impossible(level):
+                reasons.append(f"{level}: {why_not}")
+                continue
             for base_uid in _base_uids(uid):
                 host = cls(scratch, level, base_uid)
                 try:
@@ -197,13 +200,14 @@ class SandboxHost:
     def _setup(
         self, root: Path, uid: int | None, mounts: list[Mount], limits: Limits, paths: dict[str, str]
     ) -> dict[str, Any]:
-        inside = self.level is Isolation.NAMESPACES
+        inside = self.level is not Isolation.RLIMITS
         system = [*_SYSTEM, *(f"/etc/{name}" for name in _ETC), *_interpreter()]
         writable = [mount for mount in mounts if mount.writable]
         devices = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"]
         return {
             "level": str(self.level),
             "uid": uid,
+            "bwrap": shutil.which("bwrap") or "",
             "root": str(root / "root"),
             "system": system
             if inside
@@ -386,6 +390,15 @@ class _PathNames:
         for target, source in self._paths.items():
             text = text.replace(source, target)
         return text
+
+
+def impossible(level: Isolation) -> str:
+    """Why a level need not be tried; empty: it may work."""
+    if level is Isolation.BUBBLEWRAP and os.geteuid() == 0:
+        return "for workers that are not root"  # root needs no help, and bwrap's sandboxes would be root's
+    if level is Isolation.BUBBLEWRAP and shutil.which("bwrap") is None:
+        return "bwrap is not installed"
+    return ""
 
 
 def _base_uids(uid: int) -> tuple[int | None, ...]:

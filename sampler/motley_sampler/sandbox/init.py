@@ -32,7 +32,7 @@ def serve(connection: socket.socket, setup: dict[str, Any]) -> None:
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # commands must not read this process through /proc
         if setup["level"] == "Namespaces":
             _enter_root(setup)
-        else:
+        elif setup["level"] == "Rlimits":
             kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # orphans stay ours to kill
         connection.sendall(wire.pack({"ready": True}))
     except OSError as error:
@@ -119,16 +119,19 @@ def _locked_flags(path: str) -> int:
     return sum(mount_flag for stat_flag, mount_flag in pairs if present & stat_flag)
 
 
-def _etc(root: str, setup: dict[str, Any]) -> None:
-    os.makedirs(root + "/etc", exist_ok=True)
-    uid = setup["uid"] or 0
-    files = {
+def etc_files(uid: int) -> dict[str, str]:
+    """What the sandbox's /etc holds besides the host's files that programs cannot do without."""
+    return {
         "passwd": f"root:x:{uid}:{uid}:root:/home/agent:/bin/bash\n",
         "group": f"root:x:{uid}:\n",
         "hosts": "127.0.0.1 localhost sandbox\n",
         "hostname": "sandbox\n",
     }
-    for name, text in files.items():
+
+
+def _etc(root: str, setup: dict[str, Any]) -> None:
+    os.makedirs(root + "/etc", exist_ok=True)
+    for name, text in etc_files(setup["uid"] or 0).items():
         with open(f"{root}/etc/{name}", "w") as file:
             file.write(text)
 
@@ -299,7 +302,7 @@ def _set_owner(uid: int | None) -> None:
 
 def kill_all(setup: dict[str, Any]) -> None:
     """Kills everything in the sandbox but this process. Nothing survives by forking on: signals go to all at once."""
-    if setup["level"] == "Namespaces":
+    if setup["level"] != "Rlimits":
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)  # as process 1 of a pid namespace: everyone else in it
     elif setup["uid"] is not None:
