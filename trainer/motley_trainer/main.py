@@ -61,7 +61,8 @@ async def _lead(settings: Settings) -> int:
         fleet_file=settings.fleet_file,
     )
     service = BufferService(core, token=settings.token)
-    with tempfile.TemporaryDirectory(prefix="motley-") as folder:
+    # A socket's path ends at 107 bytes, and TMPDIR may be longer than that.
+    with tempfile.TemporaryDirectory(prefix="motley-", dir="/tmp" if len(tempfile.gettempdir()) > 80 else None) as folder:
         socket = Path(folder) / "buffer.sock"
         async with _serving(service, settings, socket):
             try:
