@@ -25,3 +25,12 @@ async def make_rig(tmp_path: Path) -> AsyncIterator[Callable[..., Rig]]:
     yield make
     for rig in made:
         await rig.engine.stop()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """SGLang takes a minute to import and more to start: only when asked for."""
+    if "sglang" not in config.option.markexpr:
+        skip = pytest.mark.skip(reason="takes minutes: pytest -m sglang")
+        for item in items:
+            if "sglang" in item.keywords:
+                item.add_marker(skip)

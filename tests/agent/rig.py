@@ -101,7 +101,10 @@ class Rig:
         )
 
     async def client(self) -> TestClient[web.Request, web.Application]:
-        client = TestClient(TestServer(make_app(self.agent), handler_cancellation=True), headers=AUTH)
+        return await self.client_for(make_app(self.agent))
+
+    async def client_for(self, app: web.Application) -> TestClient[web.Request, web.Application]:
+        client = TestClient(TestServer(app, handler_cancellation=True), headers=AUTH)
         await client.start_server()
         return client
 
