@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from motley_trainer.losses import (
+    Clip,
     Mis,
     Objective,
     Reduction,
@@ -154,7 +155,7 @@ def test_first_ppo_step_has_the_policy_gradient():
     logits = torch.randn(4, 5, dtype=F64, generator=torch.Generator().manual_seed(0))
     support = full_support(logits.log_softmax(-1), torch.tensor([0, 1, 2, 3]))
     advantage = torch.tensor([1.0, -2.0, 0.5, 0.0], dtype=F64)
-    plain = Objective(weight=Unweighted(), centre=False, replay=True, clip_low=0.2, clip_high=0.2)
+    plain = Objective(weight=Unweighted(), centre=False, clip=Clip(0.2, 0.2))
     losses, grad, _ = gradient(logits, tokens_of(support, advantage), plain)
     _, want_grad, _ = gradient(logits, tokens_of(support, advantage), Objective(weight=Unweighted(), centre=False))
     torch.testing.assert_close(losses, -advantage)
@@ -346,7 +347,7 @@ def test_centering_without_candidates_is_refused():
 
 def test_clip_with_centering_is_refused():
     with pytest.raises(ValueError, match="clip"):
-        Objective(clip_low=0.2, clip_high=0.2)
+        Objective(clip=Clip())
 
 
 def test_policy_gradient_weight_is_detached():

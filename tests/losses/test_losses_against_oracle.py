@@ -81,7 +81,7 @@ def test_chunked_normaliser_equals_one_pass(monkeypatch):
     z, rows, advantages = random_case(5, vocabulary=8, tokens=9, complete=False)
     results = []
     for chunk in (1 << 22, 16):  # 16 elements: two rows at a time
-        monkeypatch.setattr(vocab, "CHUNK_ELEMENTS", chunk)
+        monkeypatch.setitem(vocab.CHUNK_ELEMENTS, "cpu", chunk)
         logits = torch.tensor(z, requires_grad=True)
         losses, stats = token_losses(logits, as_tokens(rows, advantages), Objective(replay=False))
         losses.sum().backward()

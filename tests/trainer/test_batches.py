@@ -84,19 +84,20 @@ def test_recipes_follow_the_spec():
     assert final.objective.centre
     assert final.objective.replay
     assert (final.range_low, final.range_high) == (0.5, 5.0)
-    assert final.objective.clip_low is None
+    assert final.objective.clip is None
     plain = recipe_of(
         Algorithm.model_validate(
             {
                 "advantage": "GroupMeanStd",
                 "importanceSampling": {"mode": "None"},
                 "scoreCentering": "Disabled",
+                "clip": {},
                 "maskReplay": "Disabled",
                 "lossReduction": "SequenceMean",
             }
         )
     )
-    assert (plain.objective.clip_low, plain.objective.clip_high) == (0.2, 0.2)
+    assert (plain.objective.clip.low, plain.objective.clip.high) == (0.2, 0.2)
     assert plain.normalise_std
     assert plain.reduction == "SequenceMean"
 

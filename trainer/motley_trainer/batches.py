@@ -156,6 +156,7 @@ def build_microbatch(
                 joined("chosen_N", torch.long),
             ),
             recorded=all(sequences[index].recorded for index in indexes),
+            sequence_N=joined("sequence_N", torch.long),
         ),
         coefficients_N=joined("coefficients_N", torch.float32),
         sequence_N=joined("sequence_N", torch.long),

@@ -47,6 +47,13 @@ class ImportanceSamplingMode(StrEnum):
     NONE = "None"
     TIS = "TIS"
     MIS = "MIS"
+    VTRACE = "VTrace"
+
+
+class RatioLevel(StrEnum):
+    TOKEN = "Token"
+    SEQUENCE = "Sequence"
+    GEOMETRIC = "Geometric"
 
 
 class Switch(StrEnum):
@@ -60,33 +67,140 @@ class LossReduction(StrEnum):
 
 
 class ImportanceSampling(Model):
+    """How a token's ratio r of trainer to sampler becomes the weight of its loss."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                "self.mode != 'MIS' || 0.0 < double(self.low) && double(self.low) < double(self.high)",
+                "low and high must satisfy 0 < low < high with mode MIS: ratios outside are masked",
+            ),
+            ("self.mode != 'TIS' || double(self.high) > 0.0", "high must be above 0 with mode TIS: it caps the ratio"),
+            (
+                "self.mode != 'VTrace' || double(self.high) >= 1.0",
+                "high must be at least 1 with mode VTrace: later tokens' ratios are capped at 1, a token's own at high",
+            ),
+            (
+                "self.level == 'Token' || self.mode in ['TIS', 'MIS']",
+                "level must be Token unless mode is TIS or MIS: no other mode has a ratio of sequences",
+            ),
+        ),
+        alias_generator=_alias,
+    )
     mode: Annotated[
         ImportanceSamplingMode,
         Field(
-            description="mode: None, TIS (ratio truncated at high) or MIS (IcePop: weight 0 outside [low, high]). Default: MIS."
+            description="mode: None (weight 1), TIS (r, at most high), MIS (IcePop: r within [low, high], else 0) or VTrace"
+            " (IMPALA: r at most high, times the later tokens' ratios, each at most 1). Default: MIS."
         ),
     ] = ImportanceSamplingMode.MIS
+    level: Annotated[
+        RatioLevel,
+        Field(
+            description="level: r is the token's own, the product over its sequence, or that product's root (geometric mean)."
+            " Default: Token."
+        ),
+    ] = RatioLevel.TOKEN
     low: Annotated[DecimalString, Field(description='low: smallest ratio kept by MIS. Default: "0.5".')] = "0.5"
     high: Annotated[
-        DecimalString, Field(description='high: largest ratio kept by MIS, the clip of TIS. Default: "5".')
+        DecimalString, Field(description='high: largest ratio kept by MIS, the cap of TIS and VTrace. Default: "5".')
     ] = "5"
 
 
+class SequenceMaskMode(StrEnum):
+    RATIO = "Ratio"
+    GEOMETRIC = "Geometric"
+    DRIFT = "Drift"
+
+
+class SequenceMask(Model):
+    """Takes whole sequences out of the loss."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                "self.mode == 'Drift' ? has(self.drift) && !has(self.low) && !has(self.high)"
+                " : has(self.low) && has(self.high) && !has(self.drift)",
+                "drift goes with mode Drift, low and high with modes Ratio and Geometric: set those and no other",
+            ),
+            (
+                "!has(self.low) || !has(self.high) || 0.0 < double(self.low) && double(self.low) < double(self.high)",
+                "low and high must satisfy 0 < low < high",
+            ),
+        ),
+        alias_generator=_alias,
+    )
+    mode: Annotated[
+        SequenceMaskMode,
+        Field(
+            description="mode: Ratio (the product of the tokens' ratios is outside [low, high]), Geometric (its root is), or"
+            " Drift (DeepSeek-V3.2: negative advantage, and mean log sampler/trainer above drift)."
+        ),
+    ]
+    low: Annotated[DecimalString, Field(description="low: smallest ratio kept.")] | None = None
+    high: Annotated[DecimalString, Field(description="high: largest ratio kept.")] | None = None
+    drift: Annotated[DecimalString, Field(description="drift: nats per token.")] | None = None
+
+
 class Sampling(Model):
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            ("double(self.temperature) > 0.0", "temperature must be above 0: a greedy policy explores nothing"),
+            ("0.0 < double(self.topP) && double(self.topP) <= 1.0", "topP must be above 0 and at most 1"),
+            (
+                "self.topK > 0 || double(self.topP) == 1.0",
+                "topK must be from 1 to 4096 with topP below 1: the recorded sets must be bounded",
+            ),
+        ),
+        alias_generator=_alias,
+    )
     temperature: Annotated[DecimalString, Field(description='temperature: Default: "1".')] = "1"
     top_p: Annotated[
         DecimalString, Field(description='topP: mass of the smallest set sampled from. Default: "0.97".')
     ] = "0.97"
     top_k: Annotated[
-        int, Field(ge=1, le=4096, description="topK: most candidates a token is drawn from. Default: 64.")
+        int,
+        Field(
+            ge=-1,
+            le=4096,
+            description="topK: most candidates a token is drawn from; -1 is off. Default: 64.",
+            json_schema_extra=rules(("self != 0", "topK must be -1 (off) or from 1 to 4096")),
+        ),
     ] = 64
 
 
+class ClipLevel(StrEnum):
+    TOKEN = "Token"
+    SEQUENCE = "Sequence"
+
+
+class OldPolicy(StrEnum):
+    TRAINER = "Trainer"
+    SAMPLER = "Sampler"
+
+
 class Clip(Model):
-    low: Annotated[DecimalString, Field(description='low: PPO clips the ratio below at 1 - low. Default: "0.2".')] = (
+    """PPO's clip; high above low is DAPO's clip-higher, level Sequence is GSPO."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(("double(self.low) < 1.0", "low must be below 1: ratios are clipped at 1 - low")),
+        alias_generator=_alias,
+    )
+    low: Annotated[DecimalString, Field(description='low: the ratio is clipped below at 1 - low. Default: "0.2".')] = (
         "0.2"
     )
     high: Annotated[DecimalString, Field(description='high: and above at 1 + high. Default: "0.2".')] = "0.2"
+    level: Annotated[
+        ClipLevel,
+        Field(description="level: a token's own ratio, or its sequence's geometric mean (GSPO). Default: Token."),
+    ] = ClipLevel.TOKEN
+    old_policy: Annotated[
+        OldPolicy,
+        Field(
+            description="oldPolicy: what the ratio is against: the trainer's own forward (with one update a batch it is 1: plain"
+            " GRPO), or the sampler. Default: Trainer."
+        ),
+    ] = OldPolicy.TRAINER
 
 
 class Optimizer(Model):
@@ -114,6 +228,41 @@ class Algorithm(Model):
                 "self.scoreCentering != 'Enabled' || self.advantage == 'GroupMean'",
                 "advantage must be GroupMean with scoreCentering: dividing by the standard deviation is not part of it",
             ),
+            (
+                "self.scoreCentering != 'Enabled' || !has(self.clip)",
+                "clip must be unset with scoreCentering: a clipped token's gradient would be left out of the centre",
+            ),
+            (
+                "self.scoreCentering != 'Enabled' || !has(self.sequenceMask)",
+                "sequenceMask must be unset with scoreCentering: the centre is one token's, and a mask that depends on the"
+                " whole sequence leaves it uncentred",
+            ),
+            (
+                "self.scoreCentering != 'Enabled' || self.importanceSampling.level == 'Token'"
+                " && self.importanceSampling.mode != 'VTrace'",
+                "importanceSampling must be None, TIS or MIS at level Token with scoreCentering: the centre is one token's",
+            ),
+            (
+                "self.scoreCentering != 'Enabled' || self.sampling.topK > 0",
+                "sampling.topK must be set with scoreCentering: the candidates are recorded only where the sampler filters"
+                " (topK of the vocabulary's size filters nothing)",
+            ),
+            (
+                "self.maskReplay != 'Enabled' || self.sampling.topK > 0",
+                "sampling.topP below 1 or topK must be set with maskReplay: without a filter there is no mask to replay",
+            ),
+            (
+                "!has(self.clip) || self.importanceSampling.mode != 'VTrace'",
+                "clip must be unset with importanceSampling VTrace, which weighs a plain policy gradient",
+            ),
+            (
+                "!has(self.clip) || self.clip.oldPolicy != 'Sampler' || self.importanceSampling.mode == 'None'",
+                "importanceSampling.mode must be None with clip.oldPolicy Sampler: the ratio would count twice",
+            ),
+            (
+                "!has(self.clip) || self.clip.level != 'Sequence' || self.lossReduction == 'SequenceMean'",
+                "lossReduction must be SequenceMean with clip.level Sequence: GSPO averages over sequences",
+            ),
         ),
         alias_generator=_alias,
     )
@@ -124,6 +273,12 @@ class Algorithm(Model):
         ),
     ] = Advantage.GROUP_MEAN
     importance_sampling: ImportanceSampling = ImportanceSampling()
+    sequence_mask: (
+        Annotated[
+            SequenceMask, Field(description="sequenceMask: takes whole sequences out of the loss. Default: none.")
+        ]
+        | None
+    ) = None
     score_centering: Annotated[
         Switch,
         Field(
@@ -135,12 +290,16 @@ class Algorithm(Model):
         Field(description="maskReplay: renormalise the trainer over the sampler's candidates. Default: Enabled."),
     ] = Switch.ENABLED
     sampling: Sampling = Sampling()
-    clip: Annotated[
-        Clip,
+    clip: (
+        Annotated[Clip, Field(description="clip: PPO's, of an uncentred loss (plain GRPO, DAPO, GSPO). Default: none.")]
+        | None
+    ) = None
+    entropy_bonus: Annotated[
+        DecimalString,
         Field(
-            description="clip: PPO's; used only with importanceSampling None and scoreCentering Disabled (plain GRPO)."
+            description='entropyBonus: times the entropy of the policy is taken off each token\'s loss. Default: "0".'
         ),
-    ] = Clip()
+    ] = "0"
     loss_reduction: Annotated[
         LossReduction,
         Field(

@@ -35,7 +35,8 @@ class TokenStats:
 
 def support_kl(logp_C: Tensor, support: Support) -> Tensor:
     """sum_H q (log q - log p), [N]: KL(q || p) when the support is complete."""
-    return segment_sum(support.logq_C.exp() * (support.logq_C - logp_C), support.token_C, support.tokens)
+    terms_C = support.in_head(support.logq_C.exp() * (support.logq_C - logp_C))
+    return segment_sum(terms_C, support.token_C, support.tokens)
 
 
 def head_kl(logp_C: Tensor, support: Support) -> Tensor:

@@ -14,13 +14,15 @@ class Support:
     """Candidates of N tokens, flat and in token order. Every token has at least one, its sampled token among them.
 
     token_C: int64[C], which token (0 .. N-1, non-decreasing). ids_C: int64[C]. logq_C: float[C], natural log of q.
-    chosen_N: int64[N], index into C of the sampled token.
+    chosen_N: int64[N], index into C of the sampled token. head_C: bool[C], false for a sampled token that is carried
+    beside a top-K head it is not of, so that the head does not depend on what was drawn; None: all are of it.
     """
 
     token_C: Tensor
     ids_C: Tensor
     logq_C: Tensor
     chosen_N: Tensor
+    head_C: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -36,7 +38,12 @@ class Support:
             ids_C=self.ids_C[keep_C],
             logq_C=self.logq_C[keep_C],
             chosen_N=renumbered_C[self.chosen_N[keep_N]],
+            head_C=None if self.head_C is None else self.head_C[keep_C],
         )
+
+    def in_head(self, values_C: Tensor) -> Tensor:
+        """values_C, 0 where a candidate is not of the head."""
+        return values_C if self.head_C is None else values_C * self.head_C
 
 
 def build_support(
