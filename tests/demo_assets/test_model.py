@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 
+import make_model
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -99,3 +100,15 @@ def test_policy_has_room_to_learn_in_every_family(params: policy.Params, languag
         assert 0.1 < share < 0.8, (family, share)
     assert sum(row.ended_by == "formatErrors" for row in rows) < 0.03 * len(rows)
     assert sum(len(row.ids) for row in rows) / len(rows) < 100
+
+
+def test_warm_start_is_repeatable(language: Language) -> None:
+    def trained() -> policy.Params:
+        params = {name: value.requires_grad_(True) for name, value in policy.init(SHAPE, 1).items()}
+        make_model.train(params, SHAPE, language, seed=1, steps=4, batch=4, peak_lr=3e-3)
+        return policy.to_checkpoint(params)
+
+    first, second = trained(), trained()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    start = policy.to_checkpoint(policy.init(SHAPE, 1))
+    assert not torch.equal(first["lm_head.weight"], start["lm_head.weight"])
