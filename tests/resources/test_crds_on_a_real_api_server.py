@@ -80,7 +80,9 @@ def test_server_finds_both_definitions_structural(crds: Cluster) -> None:
 def test_small_run_is_stored_with_the_recipe_of_the_study_as_defaults(crds: Cluster, namespace: str) -> None:
     assert apply(crds, namespace, RUN).returncode == 0
     spec = stored(crds, namespace, "rlrun", "r")["spec"]
-    assert spec["algorithm"]["importanceSampling"] == {"mode": "MIS", "low": "0.5", "high": "5"}
+    assert spec["algorithm"]["importanceSampling"] == {"mode": "MIS", "level": "Token", "low": "0.5", "high": "5"}
+    assert "clip" not in spec["algorithm"]
+    assert "sequenceMask" not in spec["algorithm"]
     assert spec["algorithm"]["scoreCentering"] == "Enabled"
     assert spec["algorithm"]["sampling"] == {"temperature": "1", "topP": "0.97", "topK": 64}
     assert spec["samplerGroups"][0]["kvCachePrecision"] == "FP8"
@@ -140,6 +142,98 @@ def test_edit_that_cannot_apply_mid_run_is_refused(
     assert done.returncode != 0
     for word in want_words:
         assert word in done.stderr, done.stderr
+
+
+UNCENTRED: dict[str, Any] = {"scoreCentering": "Disabled"}
+UNFILTERED: dict[str, Any] = {"topP": "1", "topK": -1}
+DRIFT: dict[str, Any] = {"mode": "Drift", "drift": "0.1"}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "want_words"),
+    [
+        pytest.param({"clip": {}}, ["clip must be unset with scoreCentering"], id="clip with centering"),
+        pytest.param({"sequenceMask": DRIFT}, ["sequenceMask must be unset with scoreCentering"], id="sequence mask with centering"),
+        pytest.param(
+            {"importanceSampling": {"level": "Sequence"}}, ["at level Token with scoreCentering"], id="sequence weight with centering"
+        ),
+        pytest.param({"importanceSampling": {"mode": "VTrace"}}, ["at level Token with scoreCentering"], id="V-trace with centering"),
+        pytest.param({"maskReplay": "Disabled", "sampling": UNFILTERED}, ["topK must be set with scoreCentering"], id="no candidates"),
+        pytest.param({**UNCENTRED, "sampling": UNFILTERED}, ["topP below 1 or topK must be set with maskReplay"], id="no mask to replay"),
+        pytest.param({"sampling": {"topP": "0.9", "topK": -1}}, ["topK must be from 1 to 4096 with topP below 1"], id="unbounded sets"),
+        pytest.param({"sampling": {"topK": 0}}, ["topK must be -1"], id="top-k of nothing"),
+        pytest.param({"sampling": {"topP": "0"}}, ["topP must be above 0"], id="top-p of nothing"),
+        pytest.param({"sampling": {"topP": "1.1"}}, ["topP must be above 0 and at most 1"], id="top-p above one"),
+        pytest.param({"sampling": {"temperature": "0"}}, ["temperature must be above 0"], id="greedy"),
+        pytest.param({"importanceSampling": {"low": "6"}}, ["0 < low < high with mode MIS"], id="MIS bounds the wrong way round"),
+        pytest.param({"importanceSampling": {"low": "0"}}, ["0 < low < high with mode MIS"], id="MIS from zero"),
+        pytest.param({"importanceSampling": {"mode": "TIS", "high": "0"}}, ["high must be above 0"], id="TIS at zero"),
+        pytest.param(
+            {**UNCENTRED, "importanceSampling": {"mode": "VTrace", "high": "0.5"}}, ["high must be at least 1"], id="V-trace below one"
+        ),
+        pytest.param(
+            {**UNCENTRED, "importanceSampling": {"mode": "None", "level": "Sequence"}}, ["level must be Token unless"], id="no ratio"
+        ),
+        pytest.param({**UNCENTRED, "sequenceMask": {"mode": "Drift"}}, ["drift goes with mode Drift"], id="drift without its bound"),
+        pytest.param({**UNCENTRED, "sequenceMask": {**DRIFT, "low": "0.5"}}, ["drift goes with mode Drift"], id="drift with a range"),
+        pytest.param({**UNCENTRED, "sequenceMask": {"mode": "Ratio", "low": "0.5"}}, ["low and high with modes"], id="half a range"),
+        pytest.param(
+            {**UNCENTRED, "sequenceMask": {"mode": "Geometric", "low": "2", "high": "1"}}, ["0 < low < high"], id="range reversed"
+        ),
+        pytest.param(
+            {**UNCENTRED, "clip": {}, "importanceSampling": {"mode": "VTrace"}}, ["clip must be unset with import"], id="V-trace clip"
+        ),
+        pytest.param({**UNCENTRED, "clip": {"oldPolicy": "Sampler"}}, ["the ratio would count twice"], id="ratio twice"),
+        pytest.param({**UNCENTRED, "clip": {"level": "Sequence"}}, ["lossReduction must be SequenceMean"], id="GSPO over tokens"),
+        pytest.param({**UNCENTRED, "clip": {"low": "1"}}, ["low must be below 1"], id="clip at zero"),
+        pytest.param({"entropyBonus": "-1"}, ["entropyBonus", "should match"], id="entropy penalty"),
+    ],
+)
+def test_choices_that_contradict_are_refused_with_the_reason(
+    crds: Cluster, namespace: str, algorithm: dict[str, Any], want_words: list[str]
+) -> None:
+    done = apply(crds, namespace, changed(RUN, "spec.algorithm", algorithm))
+    assert done.returncode != 0
+    for word in want_words:
+        assert word in done.stderr, done.stderr
+
+
+def as_recipe(algorithm: dict[str, Any]) -> Any:
+    from motley_api.resources.rlrun import Algorithm
+    from motley_trainer.recipe import recipe_of
+
+    return recipe_of(Algorithm.model_validate(algorithm))
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        pytest.param({}, id="final recipe"),
+        pytest.param({"importanceSampling": {"mode": "None"}}, id="score centering alone"),
+        pytest.param({"importanceSampling": {"mode": "TIS", "high": "2"}, "maskReplay": "Disabled"}, id="SC and TIS over a head"),
+        pytest.param({**UNCENTRED, "importanceSampling": {"mode": "None"}, "clip": {}, "advantage": "GroupMeanStd"}, id="GRPO"),
+        pytest.param({**UNCENTRED, "importanceSampling": {"mode": "TIS", "high": "2"}, "clip": {"high": "0.28"}}, id="DAPO and TIS"),
+        pytest.param(
+            {
+                **UNCENTRED,
+                "importanceSampling": {"mode": "None"},
+                "clip": {"low": "0.0003", "high": "0.0004", "level": "Sequence", "oldPolicy": "Sampler"},
+                "lossReduction": "SequenceMean",
+            },
+            id="GSPO against the sampler",
+        ),
+        pytest.param({**UNCENTRED, "importanceSampling": {"mode": "TIS", "level": "Sequence", "high": "2"}}, id="sequence TIS"),
+        pytest.param({**UNCENTRED, "importanceSampling": {"mode": "MIS", "level": "Geometric"}}, id="geometric MIS"),
+        pytest.param({**UNCENTRED, "importanceSampling": {"mode": "VTrace", "high": "1"}}, id="V-trace"),
+        pytest.param({**UNCENTRED, "sequenceMask": DRIFT}, id="DeepSeek-V3.2"),
+        pytest.param({**UNCENTRED, "sequenceMask": {"mode": "Geometric", "low": "0.99", "high": "1.01"}}, id="geometric mask"),
+        pytest.param({**UNCENTRED, "maskReplay": "Disabled", "sampling": UNFILTERED, "entropyBonus": "0.001"}, id="unfiltered"),
+    ],
+)
+def test_every_named_choice_is_stored_and_is_a_recipe(crds: Cluster, namespace: str, algorithm: dict[str, Any]) -> None:
+    done = apply(crds, namespace, changed(RUN, "spec.algorithm", algorithm))
+    assert done.returncode == 0, done.stderr
+    assert as_recipe(stored(crds, namespace, "rlrun", "r")["spec"]["algorithm"]) == as_recipe(algorithm)
 
 
 def test_group_scales_through_the_scale_subresource(crds: Cluster, namespace: str) -> None:
