@@ -51,6 +51,3 @@ class VersionNotFoundError(StoreError):
 
 class ViewCorruptError(StoreError):
     """Bytes that do not match their checksums, or that belong to another model, view or version."""
-
-
-UnsupportedModel = UnsupportedModelError
