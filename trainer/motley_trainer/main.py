@@ -62,7 +62,9 @@ async def _lead(settings: Settings) -> int:
     )
     service = BufferService(core, token=settings.token)
     # A socket's path ends at 107 bytes, and TMPDIR may be longer than that.
-    with tempfile.TemporaryDirectory(prefix="motley-", dir="/tmp" if len(tempfile.gettempdir()) > 80 else None) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="motley-", dir="/tmp" if len(tempfile.gettempdir()) > 80 else None
+    ) as folder:
         socket = Path(folder) / "buffer.sock"
         async with _serving(service, settings, socket):
             try:
