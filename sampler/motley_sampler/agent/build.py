@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from motley_api.resources.samplergroup import EngineType
@@ -10,6 +11,8 @@ from motley_sampler.agent.agent import Agent
 from motley_sampler.agent.conformance import OTHER_KERNELS, SAME_ARITHMETIC, Oracle
 from motley_sampler.agent.settings import SPARE_SLOTS, Settings, SettingsError, parse_engine_args
 from motley_sampler.agent.views import ViewSource
+
+SGLANG_HANG_S = 90.0
 
 
 def build_agent(settings: Settings) -> Agent:
@@ -76,6 +79,8 @@ def _sglang(settings: Settings) -> Agent:
     url = f"http://{settings.address}:{settings.engine_port}"
     engine = SglangEngine(settings.sglang_python, arguments, url, cpu=on_cpu(more))
     exact = Arithmetic(Compute.FP32)
+    # Its scheduler is asked for a sign of life less often than a thread of our own shows one.
+    settings = dataclasses.replace(settings, hang_s=max(settings.hang_s, SGLANG_HANG_S))
     return Agent(
         settings, engine, _source(settings), lambda folder: clean_load(folder, exact), OTHER_KERNELS[settings.view]
     )

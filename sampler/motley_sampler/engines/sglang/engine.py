@@ -25,8 +25,9 @@ from motley_sampler.engines.protocol import BadRequest, EngineError, EngineLoad,
 log = logging.getLogger("motley.sampler")
 
 STAND_INS = Path(__file__).parent / "cpu"
-POLL_S = 1.0  # of the server's loads, which is also how its progress is seen
-PROBE_TIMEOUT_S = 5.0
+POLL_S = 1.0  # of the server's loads
+PROBE_EVERY_S = 10.0  # without a reply, a token is asked for: loads come from shared memory and prove nothing
+PROBE_TIMEOUT_S = 30.0  # SGLang itself gives a health check 20 s
 STOP_GRACE_S = 20.0
 
 
@@ -54,7 +55,7 @@ class SglangEngine:
         self._version = -1
         self._progress_at = clock()
         self._failure: str | None = None
-        self._stopping = False
+        self._paused = False
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -85,11 +86,14 @@ class SglangEngine:
             "max_total_num_tokens": server.get("max_total_num_tokens"),
         }
         self._version = version
-        self._progress_at = self._clock()
+        self._progressed()
         self._watching = self._watching or asyncio.create_task(self._watch())
 
     async def update(self, folder: Path, version: int) -> None:
         await self._ask("POST", "/pause_generation", {"mode": "in_place"})
+        # Before the load: a request that comes meanwhile is computed with the new weights, and must find no old prefix. (One
+        # that SGLang itself holds queued at this moment keeps its old key; max_running leaves room so that none is.)
+        self._version = version
         try:
             answer = await self._ask(
                 "POST",
@@ -98,13 +102,11 @@ class SglangEngine:
             )
             if not answer.get("success"):
                 raise EngineError(f"update_weights_from_disk: {answer.get('message')}")
-            self._version = version
             self._info["model_path"] = str(folder)
         finally:
             await self._ask("POST", "/continue_generation", {})
 
     async def stop(self) -> None:
-        self._stopping = True
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
@@ -139,7 +141,7 @@ class SglangEngine:
         raise EngineError(f"sglang did not answer within {self._start_timeout_s:.0f} s")
 
     async def _watch(self) -> None:
-        """Reads the server's load; an answer is a sign of life of its scheduler, which is what answers."""
+        """Reads the server's load, and makes sure that its scheduler still turns."""
         while True:
             await asyncio.sleep(POLL_S)
             if self._process is not None and self._process.returncode is not None:
@@ -147,8 +149,15 @@ class SglangEngine:
                 return
             with contextlib.suppress(EngineError):
                 found = await self._ask("GET", "/v1/loads", timeout_s=PROBE_TIMEOUT_S)
-                self._progress_at = self._clock()
                 self._note(found.get("loads") or [])
+                if self._paused:
+                    self._progressed()  # on request: it stands still, and is well
+                elif self.stalled_s() >= PROBE_EVERY_S:
+                    await self._ask("GET", "/health_generate", timeout_s=PROBE_TIMEOUT_S)
+                    self._progressed()
+
+    def _progressed(self) -> None:
+        self._progress_at = self._clock()
 
     def _note(self, ranks: list[Json]) -> None:
         running = sum(rank.get("num_running_reqs", 0) for rank in ranks)
@@ -163,6 +172,7 @@ class SglangEngine:
 
     async def generate(self, body: Json, *, counted: bool = True) -> Json | list[Json]:
         found: Json | list[Json] = await self._ask("POST", "/generate", self._outgoing(body))
+        self._progressed()
         replies: list[Json] = found if isinstance(found, list) else [found]
         if counted:
             for reply in replies:
@@ -177,6 +187,7 @@ class SglangEngine:
                 if not data or data == b"[DONE]":
                     continue
                 last = msgspec.json.decode(data)
+                self._progressed()
                 if "error" in last:
                     raise EngineError(str(last["error"].get("message")))
                 yield last
@@ -206,9 +217,11 @@ class SglangEngine:
 
     async def pause(self) -> None:
         await self._ask("POST", "/pause_generation", {"mode": "in_place"})
+        self._paused = True
 
     async def resume(self) -> None:
         await self._ask("POST", "/continue_generation", {})
+        self._paused = False
 
     async def flush_cache(self) -> None:
         await self._ask("POST", "/flush_cache", {})
