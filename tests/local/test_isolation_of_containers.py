@@ -142,6 +142,7 @@ async def test_a_probe_runs_inside_and_is_cut_off_in_time(tmp_path: Path, isolat
 )
 async def test_what_cannot_start_says_why(tmp_path: Path, isolation: Isolation) -> None:
     runner = await runner_with(isolation, tmp_path)
+    others = _children()
     absent = launch(tmp_path, "")
     object.__setattr__(absent, "argv", ["no-such-program"])
     with pytest.raises(StartError, match="'no-such-program': No such file or directory") as caught:
@@ -152,13 +153,13 @@ async def test_what_cannot_start_says_why(tmp_path: Path, isolation: Isolation) 
             await runner.start(launch(tmp_path, "true", [Mount(str(tmp_path / "absent"), "/mnt")]))
     # Its half-made processes are collected, not kept as zombies.
     async with asyncio.timeout(60):
-        while _children():
+        while _children() - others:
             runner.reap_orphans()
             await asyncio.sleep(0.05)
 
 
-def _children() -> list[int]:
-    return [pid for pid, parent in parent_of_each().items() if parent == os.getpid()]
+def _children() -> set[int]:
+    return {pid for pid, parent in parent_of_each().items() if parent == os.getpid()}
 
 
 async def test_a_container_dies_with_the_agent_however_it_ends(tmp_path: Path) -> None:
