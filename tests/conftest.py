@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from motley_local.testing import api_server, control_plane, namespace
+from motley_local.testing import api_server, control_plane, full_namespace, local_cluster, namespace, pods_namespace
 
-__all__ = ["api_server", "control_plane", "namespace"]
+__all__ = ["api_server", "control_plane", "full_namespace", "local_cluster", "namespace", "pods_namespace"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
