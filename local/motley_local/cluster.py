@@ -63,12 +63,15 @@ class LocalCluster:
         *,
         repo_root: Path | None = None,
         isolation: str = "best",
+        node_grace_s: int | None = None,
         report: Callable[[str], None] = stderr_report,
     ) -> None:
         self.state_dir = state_dir.absolute()
         self.nodes = tuple(default_nodes() if nodes is None else nodes)
         self.repo_root = (repo_root or find_repo_root()).absolute()
         self.isolation = isolation
+        # How long the node controller waits for a heartbeat. A laptop at its limit must not lose its nodes.
+        self.node_grace_s = node_grace_s or monitor_grace_s(len(self.nodes))
         self.report = report
         self.plane: ControlPlane | None = None
         self._binaries: ControlPlaneBinaries | None = None
@@ -116,7 +119,7 @@ class LocalCluster:
         try:
             self.state_dir.mkdir(parents=True, exist_ok=True)
             plane = ControlPlane(
-                self.state_dir / "control-plane", self.binaries, node_monitor_grace_s=monitor_grace_s(len(self.nodes))
+                self.state_dir / "control-plane", self.binaries, node_monitor_grace_s=self.node_grace_s
             )
             self.plane = plane
             plane.start()

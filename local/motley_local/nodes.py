@@ -17,7 +17,7 @@ POWER_OFF = "off"
 NODE_ADDRESS = "127.0.0.1"
 HEARTBEAT_S = 4.0
 NODES_PER_HEARTBEAT_S = 25.0  # many nodes beat less often, so that leases stay a small share of the writes
-MISSED_BEATS = 3
+MISSED_BEATS = 10
 
 # What `nvidia-smi` shows as memory on each, MiB, and the architecture's name.
 _GPU_FACTS: Mapping[GpuTypeName, tuple[int, str]] = {

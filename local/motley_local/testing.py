@@ -162,7 +162,7 @@ def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]
 @pytest.fixture(scope="session")
 def local_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """The whole local cluster with ``TEST_NODES``: pods run."""
-    with LocalCluster(tmp_path_factory.mktemp("local-cluster"), TEST_NODES) as cluster:
+    with LocalCluster(tmp_path_factory.mktemp("local-cluster"), TEST_NODES, node_grace_s=12) as cluster:
         assert cluster.plane is not None
         yield Cluster(cluster.plane, cluster.kubectl_path)
 
