@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +25,9 @@ import msgspec
 from motley_sampler.engines.protocol import BadRequest, EngineError, EngineLoad, Json, Unavailable
 
 log = logging.getLogger("motley.sampler")
+
+PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before any fork
 
 STAND_INS = Path(__file__).parent / "cpu"
 POLL_S = 1.0  # of the server's loads
@@ -67,8 +72,11 @@ class SglangEngine:
             path = os.pathsep.join(filter(None, (str(STAND_INS), environment.get("PYTHONPATH", ""))))
             environment |= {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": path}
         command = [self._python, "-m", "sglang.launch_server", *self._arguments(folder, version)]
-        # A process group of its own: its schedulers and tokenizers go with it.
-        self._process = await asyncio.create_subprocess_exec(*command, env=environment, start_new_session=True)
+        # A process group of its own: its schedulers and tokenizers go with it. Should we be killed, it is, too: on a node whose
+        # pods are plain processes nobody else would end it.
+        self._process = await asyncio.create_subprocess_exec(
+            *command, env=environment, start_new_session=True, preexec_fn=_die_with_parent
+        )
         self._client = self._client or aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None),
             json_serialize=lambda content: msgspec.json.encode(content).decode(),
@@ -269,6 +277,12 @@ class SglangEngine:
             return msgspec.json.decode(data) if data else {}
         except msgspec.DecodeError:
             return {}
+
+
+def _die_with_parent() -> None:
+    """In the child, before it becomes the server. SGLang's own children follow their parent in the same way."""
+    if _LIBC is not None:
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _message(data: bytes) -> str:
