@@ -13,6 +13,7 @@ import signal
 import ssl
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -48,7 +49,7 @@ CHILDREN = {
 }
 
 
-def eventually[T](look: Callable[[], T], what: str, timeout_s: float = 60.0) -> T:
+def eventually[T](look: Callable[[], T], what: str, timeout_s: float = 150.0) -> T:
     """The first truthy answer of `look`. Assertion errors inside count as "not yet"."""
     deadline = time.monotonic() + timeout_s
     last: object = None
@@ -170,6 +171,7 @@ class World:
     namespace: str
     run: str
     nodes: list[str] = field(default_factory=list)
+    left: threading.Event = field(default_factory=threading.Event)
 
     def named(self, part: str) -> str:
         return f"{self.run}-{part}"
@@ -338,6 +340,7 @@ class World:
 
     def leave(self) -> None:
         """Nothing of this test costs the next one."""
+        self.left.set()
         self.delete("RLRun", self.run)
         for name in self.nodes:
             self.api.call("DELETE", path_of("Node", name=name))

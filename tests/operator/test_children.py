@@ -26,13 +26,14 @@ def start_run(world: World, **spec: Any) -> None:
 
 def test_a_run_gets_its_children_each_with_its_owner(world: World) -> None:
     start_run(world)
-    for kind, name in (
+    of_the_run = (
         ("Secret", "token"),
         ("ConfigMap", "fleet"),
         ("Service", "router"),
         ("Job", "trainer"),
         ("SamplerGroup", "h100-fp8"),
-    ):
+    )
+    for kind, name in of_the_run:
         assert owners(world.must(kind, world.named(name))) == [("RLRun", world.run)]
     group = [("SamplerGroup", world.named("h100-fp8"))]
     assert owners(world.must("Deployment", world.named("h100-fp8"))) == group
@@ -55,11 +56,8 @@ def test_nothing_is_written_while_nothing_changes(world: World, shared_operators
 
     def versions() -> dict[tuple[str, str], str]:
         kinds = ("RLRun", "SamplerGroup", "Deployment", "Job", "Service", "ConfigMap", "Secret")
-        return {
-            (item["kind"], item["metadata"]["name"]): item["metadata"]["resourceVersion"]
-            for kind in kinds
-            for item in world.list(kind)
-        }
+        found = [item for kind in kinds for item in world.list(kind)]
+        return {(item["kind"], item["metadata"]["name"]): item["metadata"]["resourceVersion"] for item in found}
 
     def reconciles() -> float:
         text = shared_operators.get(shared_operators.running[0], 9090, "/metrics")

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.apiserver
 
 def test_conditions_tell_what_is_missing_while_no_node_is_there(world: World) -> None:
     world.apply(world.manifest())
-    reason, message = world.until("CapacityAvailable", "False")
+    reason, _ = world.until("CapacityAvailable", "False")
     assert reason == "Unschedulable"
     eventually(
         lambda: "no node is labelled B200" in world.run_condition("CapacityAvailable")[2], "the labels looked for"
@@ -46,10 +46,8 @@ def test_the_scheduler_places_engines_by_gpu_type_and_shares_follow_those_that_a
     world.apply(world.manifest(samplerGroups=groups))
 
     def placed() -> dict[str, str]:
-        return {
-            pod["metadata"]["labels"]["motley.dev/group"]: pod["spec"].get("nodeName", "")
-            for pod in world.list("Pod", f"{world.ours},motley.dev/role=sampler")
-        }
+        pods = world.list("Pod", f"{world.ours},motley.dev/role=sampler")
+        return {pod["metadata"]["labels"]["motley.dev/group"]: pod["spec"].get("nodeName", "") for pod in pods}
 
     eventually(
         lambda: placed() == {world.named("h100-fp8"): h100, world.named("b200-nvfp4"): b200}, "each engine on its type"
@@ -67,10 +65,8 @@ def test_the_scheduler_places_engines_by_gpu_type_and_shares_follow_those_that_a
     assert world.make_ready(f"motley.dev/group={world.named('b200-nvfp4')}") == 1
     eventually(lambda: shares() == {"h100-fp8": "33.3", "b200-nvfp4": "66.7"}, "by capacity: 16 and 32")
     fleet = json.loads(world.must("ConfigMap", world.named("fleet"))["data"]["fleet.json"])
-    assert {group["name"]: group["share_milli"] for group in fleet["groups"]} == {
-        world.named("h100-fp8"): 333,
-        world.named("b200-nvfp4"): 667,
-    }
+    want_milli = {world.named("h100-fp8"): 333, world.named("b200-nvfp4"): 667}
+    assert {group["name"]: group["share_milli"] for group in fleet["groups"]} == want_milli
     decisions = world.status()["decisions"]
     assert any(f"{world.named('b200-nvfp4')} 0 -> 66.7%" in item["what"] for item in decisions), decisions
     assert world.run_condition("SamplersReady")[0] == "True"
@@ -145,14 +141,7 @@ def test_a_quota_that_refuses_pods_is_told_in_the_servers_words(own_world: World
     world = own_world
     hard = {"requests.nvidia.com/gpu": "0"}
     world.apply({"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "gpus"}, "spec": {"hard": hard}})
-    eventually(
-        lambda: (
-            world.cluster.kubectl(
-                "-n", world.namespace, "get", "resourcequota", "gpus", "-o", "jsonpath={.status.hard}"
-            ).stdout
-        ),
-        "in force",
-    )
+    eventually(lambda: world.must("ResourceQuota", "gpus").get("status", {}).get("hard"), "the quota is in force")
     operators.start()
     world.apply(world.manifest())
 
