@@ -32,28 +32,43 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.empty(n, k, dtype=E4M3, device=weight.device)
     scale_inv = torch.empty(blocks(n), blocks(k), dtype=torch.float32, device=weight.device)
     band = max(1, _BAND_ELEMENTS * torch.get_num_threads() // max(1, k * BLOCK)) * BLOCK
+    # Working memory is allocated once: the allocator maps pieces of this size anew each time, page by page.
+    values = torch.empty(min(band, blocks(n) * BLOCK), blocks(k) * BLOCK, dtype=torch.float32, device=weight.device)
     for start in range(0, n, band):
         rows = weight[start : start + band]
-        tiles = _tiles(rows.to(torch.float32))
-        amax = tiles.abs().amax(dim=(1, 3))
-        scale = torch.where(amax == 0, 1.0, (amax / E4M3_MAX).clamp_(min=_SCALE_MIN))
-        tiles = (tiles / scale[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX)
-        codes[start : start + band] = tiles.flatten(0, 1).flatten(1, 2)[: rows.shape[0], :k].to(E4M3)
+        padded = _padded(rows)
+        scale = _scales(padded, values)
+        quotients = values[: padded.shape[0]].copy_(padded).unflatten(0, (-1, BLOCK))  # [row blocks, 128, columns]
+        quotients.div_(scale.repeat_interleave(BLOCK, dim=1).unsqueeze(1))
+        # A scale that was rounded down leaves quotients a hair above 448, which is what they are rounded to.
+        codes[start : start + band] = values[: rows.shape[0], :k]
         scale_inv[start // BLOCK : start // BLOCK + scale.shape[0]] = scale
     return codes, scale_inv
+
+
+def _scales(padded: Tensor, spare: Tensor) -> Tensor:
+    """[rows, columns], whole blocks -> amax / 448 of each block in float32, [row blocks, column blocks].
+
+    Magnitudes are compared as integers: floats without their sign bit have the same order. `spare`: memory to work in.
+    """
+    word = torch.int16 if padded.dtype == torch.bfloat16 else torch.int32
+    magnitudes = spare.view(-1).view(word)[: padded.numel()].view(padded.shape)
+    torch.bitwise_and(padded.view(word), torch.iinfo(word).max, out=magnitudes)
+    tallest = magnitudes.unflatten(0, (-1, BLOCK)).amax(dim=1)  # of each column in its row block
+    amax = tallest.unflatten(1, (-1, BLOCK)).amax(dim=2).view(padded.dtype).to(torch.float32)
+    return torch.where(amax == 0, 1.0, (amax / E4M3_MAX).clamp_(min=_SCALE_MIN))
 
 
 def dequantise(codes: Tensor, scale_inv: Tensor) -> Tensor:
     """The float32 values [n, k] of codes [n, k] and scale_inv [ceil(n/128), ceil(k/128)]."""
     n, k = codes.shape
-    tiles = _tiles(codes.to(torch.float32)) * scale_inv[:, None, :, None]
-    return tiles.flatten(0, 1).flatten(1, 2)[:n, :k].contiguous()
+    values = codes.to(torch.float32)
+    values *= scale_inv.repeat_interleave(BLOCK, dim=1)[:, :k].repeat_interleave(BLOCK, dim=0)[:n]
+    return values
 
 
-def _tiles(values: Tensor) -> Tensor:
-    """[n, k] -> [row blocks, 128, column blocks, 128], zeros beyond the edge."""
+def _padded(values: Tensor) -> Tensor:
+    """Zeros beyond the edge, up to whole blocks."""
     n, k = values.shape
     pad_n, pad_k = -n % BLOCK, -k % BLOCK
-    if pad_n or pad_k:
-        values = torch.nn.functional.pad(values, (0, pad_k, 0, pad_n))
-    return values.view(blocks(n), BLOCK, blocks(k), BLOCK)
+    return torch.nn.functional.pad(values, (0, pad_k, 0, pad_n)) if pad_n or pad_k else values
