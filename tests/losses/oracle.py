@@ -66,3 +66,58 @@ def weighted(
     p = trainer_probs(z, support, replay=replay)
     w = f(p[y] / q[support.index(y)])
     return -advantage * w * math.log(p[y]), -advantage * w * score(p, y)
+
+
+# ------------------------------------------------------------------------------------------------ over whole sequences
+def sequence_ratios(log_ratios: list[float], sequences: list[int], level: str) -> list[float]:
+    """The ratio that each token's weight is taken of: its own, its sequence's product, or the product's root."""
+    out = []
+    for n, sequence in enumerate(sequences):
+        mine = [log_ratios[m] for m, other in enumerate(sequences) if other == sequence]
+        logs = {"Token": log_ratios[n], "Sequence": sum(mine), "Geometric": sum(mine) / len(mine)}
+        out.append(math.exp(logs[level]))
+    return out
+
+
+def policy_gradient(p: np.ndarray, y: int, advantage: float, weight: float) -> tuple[float, np.ndarray]:
+    return -advantage * weight * math.log(p[y]), -advantage * weight * score(p, y)
+
+
+def clipped(p: np.ndarray, y: int, advantage: float, ratio: float, low: float, high: float) -> tuple[float, np.ndarray]:
+    """-min(r A, clip(r) A); its gradient is that of r A, r score, where the unclipped branch is the smaller one."""
+    bounded = min(max(ratio, 1 - low), 1 + high)
+    if ratio * advantage <= bounded * advantage:
+        return -ratio * advantage, -advantage * ratio * score(p, y)
+    return -bounded * advantage, np.zeros_like(p)
+
+
+def vtrace(
+    log_ratios: list[float],
+    rewards: list[float],
+    values: list[float],
+    bootstrap: float,
+    gamma: float,
+    rho: float,
+    c: float,
+) -> tuple[list[float], list[float]]:
+    """Equation 1 of IMPALA as the double sum that it is written as, and the advantages of section 4.2."""
+    length = len(rewards)
+    rhos = [min(math.exp(x), rho) for x in log_ratios]
+    traces = [min(math.exp(x), c) for x in log_ratios]
+    after = [*values[1:], bootstrap]
+    targets = []
+    for s in range(length):
+        total = values[s]
+        for t in range(s, length):
+            delta = rhos[t] * (rewards[t] + gamma * after[t] - values[t])
+            total += gamma ** (t - s) * math.prod(traces[s:t]) * delta
+        targets.append(total)
+    later = [*targets[1:], bootstrap]
+    return targets, [rhos[t] * (rewards[t] + gamma * later[t] - values[t]) for t in range(length)]
+
+
+def entropy(p: np.ndarray) -> tuple[float, np.ndarray]:
+    """(H, dH/dz): dH/dz_i = -p_i (log p_i + H); 0 where p is."""
+    logp = np.log(p, out=np.zeros_like(p), where=p > 0)
+    h = -float((p * logp).sum())
+    return h, -p * (logp + h)
