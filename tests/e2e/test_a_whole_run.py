@@ -23,7 +23,7 @@ from motley_local.cluster import LocalCluster
 pytestmark = [pytest.mark.e2e, pytest.mark.apiserver]
 
 ROOT = Path(__file__).parents[2]
-STEPS = 14
+STEPS = 40
 GROUPS = ("h200-fp8", "b300-nvfp4", "h200-bf16")
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from motley_trainer.publish import Publisher, bf16
+from motley_trainer.publish import KEEP_VERSIONS, Publisher, bf16
 from motley_weights.errors import StoreError
 from motley_weights.store import WeightStore
 from trainer.kit import CONFIG, write_model
@@ -49,11 +49,38 @@ def test_views_that_a_crash_left_behind_catch_up_and_those_ahead_are_rewound(set
 
 def test_a_version_that_is_gone_beneath_its_pointer_stops_the_resume(setting):
     _, publisher, tensors = setting
-    for version in (0, 1, 2):
+    for version in range(KEEP_VERSIONS + 2):
         publisher.publish(version, tensors())
-    publisher.prune(1)
+    publisher.prune([])
     with pytest.raises(StoreError, match="version 1 is not complete, and the pointer is beyond it"):
         publisher.lacking(1)
+
+
+def test_only_checkpoints_and_the_newest_versions_stay(setting):
+    store, publisher, tensors = setting
+    for version in range(9):
+        publisher.publish(version, tensors())
+        publisher.prune([0, 3] if version >= 3 else [0])
+    for view in ("bf16", "fp8", "nvfp4"):
+        assert store.versions(view) == [0, 3, 5, 6, 7, 8]
+    publisher.rewind(3)
+    assert publisher.newest_common() == 3
+
+
+def test_a_store_that_cannot_remove_does_not_stop_training(setting, monkeypatch, caplog):
+    store, publisher, tensors = setting
+    for version in range(KEEP_VERSIONS + 1):
+        publisher.publish(version, tensors())
+
+    def refuses(path):
+        raise PermissionError(f"{path}: access denied")
+
+    monkeypatch.setattr(store._backend, "remove", refuses)
+    publisher.prune([])
+    assert "event=prune_failed" in caplog.text
+    monkeypatch.undo()
+    publisher.prune([])
+    assert store.versions("bf16") == [1, 2, 3, 4]
 
 
 def test_one_view_that_fails_leaves_the_others_going(setting, monkeypatch):

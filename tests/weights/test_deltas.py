@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +255,51 @@ def test_the_cache_holds_one_version_of_each_view(model: Any, url: str, policy: 
     train(model, WeightStore(url, "run", deltas=policy), range(1, 5))
     held = sorted(str(path.relative_to(policy.cache)) for path in policy.cache.glob("*/*/*"))
     assert held == ["run/bf16/v000004", "run/fp8/v000004", "run/nvfp4/v000004"]
+
+
+def test_without_large_files_the_cache_stays_empty(model: Any, url: str, tmp_path: Path):
+    store = WeightStore(url, "run", deltas=DeltaPolicy(tmp_path / "cache"))
+    for version in (1, 2):
+        model.publish(store, version)
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.name.endswith(".partial")] == []
+
+
+def test_pruning_keeps_versions_asked_for_and_what_they_need(model: Any, url: str, policy: DeltaPolicy, tmp_path: Path):
+    store = WeightStore(url, "run", deltas=policy)
+    history = train(model, store, range(1, 12))  # anchors at 1, 5 and 9
+    assert store.prune(keep=2, also=[6, 99])["bf16"] == [1, 2, 3, 4, 7, 8]
+    assert store.versions("bf16") == [5, 6, 9, 10, 11]
+    assert_pulls(WeightStore(url, "run"), tmp_path / "pulled", 6, history[6])
+    assert_pulls(WeightStore(url, "run"), tmp_path / "pulled", 11, history[11])
+
+
+def test_a_cache_that_cannot_be_made_costs_deltas_and_nothing_else(model: Any, url: str, tmp_path: Path):
+    (tmp_path / "file").write_text("in the way")
+    store = WeightStore(url, "run", deltas=DeltaPolicy(tmp_path / "file" / "cache", min_file_bytes=0))
+    history = train(model, store, range(1, 3))
+    assert store.manifest("bf16", 2).chain == 0
+    assert_pulls(WeightStore(url, "run"), tmp_path / "pulled", 2, history[2])
+
+
+def test_a_cache_that_fails_halfway_leaves_a_version_that_pulls(
+    model: Any, url: str, policy: DeltaPolicy, tmp_path: Path
+):
+    store = WeightStore(url, "run", deltas=policy, shard_bytes=4000)
+    model.publish(store, 1)
+    model.step(seed=1)
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for i, pair in enumerate(model.tensors.items()):
+            if i == len(model.tensors) // 2:  # shards before this one are in the cache, and deltas in the store
+                for partial in policy.cache.rglob("*.partial"):
+                    shutil.rmtree(partial)
+            yield pair
+
+    report = store.publish(2, tensors(), model_dir_files=model.files, views=STANDARD_VIEWS)
+    assert report.complete
+    assert report.views["bf16"].kind == "delta"
+    assert {"model-00001.safetensors.delta", "model-00003.safetensors"} <= store.manifest("bf16", 2).stored.keys()
+    assert_pulls(WeightStore(url, "run"), tmp_path / "pulled", 2, dict(model.tensors))
+    model.step(seed=2)
+    assert model.publish(store, 3).views["bf16"].kind == "anchor"
+    assert_pulls(WeightStore(url, "run"), tmp_path / "pulled", 3, dict(model.tensors))

@@ -89,6 +89,11 @@ class CheckpointFolder:
             f" {self._root / TRACKER} to start from the model's source"
         )
 
+    def resumable(self) -> list[int]:
+        """Steps that a resume may start from, ascending: complete checkpoints, or the model's source before the
+        first."""
+        return self._steps() or [0]
+
     def verify(self, step: int) -> None:
         """Errors: CheckpointDamagedError, naming the file."""
         path = self.path(step)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from motley_api import keys
-from motley_weights.errors import StoreError
+from motley_weights.errors import StoreError, WeightsError
 from motley_weights.store import WeightStore
 from torch import Tensor
 
 log = logging.getLogger(__name__)
 
 VIEWS = keys.STANDARD_VIEWS
+KEEP_VERSIONS = 4  # an engine that loads while the trainer goes on has this many steps to finish
 
 
 class Publisher:
@@ -66,8 +67,13 @@ class Publisher:
         """Newest version that every view's pointer has reached; -1 before the first."""
         return min(self._at(view) for view in self._views)
 
-    def prune(self, keep: int) -> None:
-        self._store.prune(keep)
+    def prune(self, checkpoints: Collection[int]) -> None:
+        """Keeps the weights of the checkpoints, which a resume goes back to, and the newest few, which an engine may be
+        loading. A store that cannot remove now is asked again after the next version: training does not wait for it."""
+        try:
+            self._store.prune(KEEP_VERSIONS, also=checkpoints)
+        except (WeightsError, OSError) as error:
+            log.warning("event=prune_failed error=%r", str(error))
 
 
 def bf16(tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:

@@ -15,7 +15,7 @@ import msgspec
 import torch
 from motley_weights.checkpoints import model_dir_files, read_checkpoint
 from motley_weights.names import ModelShape
-from motley_weights.store import WeightStore
+from motley_weights.store import DeltaPolicy, WeightStore
 from torch import Tensor
 
 from motley_trainer import logs
@@ -89,7 +89,7 @@ def run(settings: Settings, *, at: Point = lambda name, step: None) -> bool:
     checkpoint = read_checkpoint(model)
     folder = CheckpointFolder(settings.durable_folder("checkpoints"), run_uid=settings.run_uid)
     client = BufferClient(os.environ[ENV_SOCKET]) if first else None
-    publisher = Publisher(WeightStore(settings.store_url, settings.run), model_dir_files(model)) if first else None
+    publisher = Publisher(_store(settings), model_dir_files(model)) if first else None
     start = _start(folder, client, publisher, checkpoint.tensors, at) if first else None
 
     from motley_trainer.megatron import parallel
@@ -104,6 +104,11 @@ def run(settings: Settings, *, at: Point = lambda name, step: None) -> bool:
         gang.attempt = _catch_up(gang, start.step)
     at("started", start.step)
     return _loop(gang, start.step)
+
+
+def _store(settings: Settings) -> WeightStore:
+    """Versions between two anchors are deltas against the one before, whose files stay on this pod's own disk."""
+    return WeightStore(settings.store_url, settings.run, deltas=DeltaPolicy(settings.scratch / "delta-cache"))
 
 
 def _start(
@@ -245,6 +250,8 @@ def _one_step(gang: Gang, batch: Batch) -> int:
     gang.at("committed", batch.step)
     if batch.step % gang.settings.spec.checkpoint.every_steps == 0:
         _save(gang, batch.step)
+    if gang.publisher is not None:
+        gang.publisher.prune(gang.checkpoints.resumable())
     return batch.step
 
 
@@ -308,7 +315,6 @@ def _save(gang: Gang, step: int) -> None:
         oldest = gang.checkpoints.complete(step, keep=gang.settings.spec.checkpoint.keep)
         gang.at("tracked", step)
         gang.client.durable(step, oldest)
-        gang.publisher.prune(keep=step - oldest + 1)
     parallel.all_agree(True)
     gang.durable = step
     gang.at("durable", step)

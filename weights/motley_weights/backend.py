@@ -103,52 +103,77 @@ class FolderBackend:
 
 
 class FsspecBackend:
-    """Any other file system of fsspec. A PUT of an object store is durable and atomic once it answered."""
+    """Any other file system of fsspec. A PUT of an object store is durable and atomic once it answered.
+
+    Errors: OSError, whatever the client library raises.
+    """
 
     def __init__(self, url: str) -> None:
         self._fs, self._root = fsspec.core.url_to_fs(url)
 
     def write(self, path: str, chunks: Iterable[Chunk]) -> None:
-        target = self._path(path)
-        self._fs.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
-        with self._fs.open(target, "wb") as file:
-            for chunk in chunks:
-                file.write(bytes(chunk) if isinstance(chunk, memoryview) else chunk)
+        with _as_os_error(path):
+            target = self._path(path)
+            self._make_parent(target)
+            with self._fs.open(target, "wb") as file:
+                for chunk in chunks:
+                    file.write(bytes(chunk) if isinstance(chunk, memoryview) else chunk)
 
     def replace(self, path: str, content: bytes) -> None:
-        target = self._path(path)
-        self._fs.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
-        self._fs.pipe_file(target, content)
+        with _as_os_error(path):
+            target = self._path(path)
+            self._make_parent(target)
+            self._fs.pipe_file(target, content)
 
     def read(self, path: str) -> bytes:
-        content: bytes = self._fs.cat_file(self._path(path))
-        return content
+        with _as_os_error(path):
+            content: bytes = self._fs.cat_file(self._path(path))
+            return content
 
     def read_chunks(self, path: str) -> Iterator[bytes]:
-        with self._fs.open(self._path(path), "rb") as file:
+        with _as_os_error(path), self._fs.open(self._path(path), "rb") as file:
             while chunk := file.read(READ_BYTES):
                 yield chunk
 
     def size(self, path: str) -> int:
-        self._fs.invalidate_cache()
-        info: dict[str, Any] = self._fs.info(self._path(path))
-        return int(info["size"])
+        with _as_os_error(path):
+            self._fs.invalidate_cache()
+            info: dict[str, Any] = self._fs.info(self._path(path))
+            return int(info["size"])
 
     def list(self, path: str) -> list[str]:
-        self._fs.invalidate_cache()
-        try:
-            found: list[str] = self._fs.ls(self._path(path), detail=False)
-        except FileNotFoundError:
-            return []
-        return sorted(name.rstrip("/").rsplit("/", 1)[-1] for name in found)
+        with _as_os_error(path):
+            self._fs.invalidate_cache()
+            try:
+                found: list[str] = self._fs.ls(self._path(path), detail=False)
+            except FileNotFoundError:
+                return []
+            return sorted(name.rstrip("/").rsplit("/", 1)[-1] for name in found)
 
     def remove(self, path: str) -> None:
-        self._fs.invalidate_cache()
-        with contextlib.suppress(FileNotFoundError):
+        with _as_os_error(path), contextlib.suppress(FileNotFoundError):
+            self._fs.invalidate_cache()
             self._fs.rm(self._path(path), recursive=True)
+
+    def _make_parent(self, target: str) -> None:
+        """Nothing on an object store, where folders are parts of names, and where asking for one may ask for a
+        bucket."""
+        if not hasattr(self._fs, "s3"):
+            self._fs.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
 
     def _path(self, path: str) -> str:
         return f"{self._root.rstrip('/')}/{path}"
+
+
+@contextlib.contextmanager
+def _as_os_error(path: str) -> Iterator[None]:
+    """Client libraries have exceptions of their own for a server that is away, and fsspec passes some of them on."""
+    try:
+        yield
+    except (OSError, GeneratorExit):
+        raise
+    except Exception as error:
+        raise OSError(f"{path}: {type(error).__name__}: {error}") from error
 
 
 def _fsync_folder(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,8 @@ from motley_weights import codecs, delta, safetensors_io
 from motley_weights.backend import Backend, Chunk
 from motley_weights.manifest import DELTA_SUFFIX, MANIFEST_FILE, DeltaBase, FileEntry, Manifest
 from motley_weights.pulling import Building
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +101,10 @@ class ViewWriter:
             self._backend.remove(f"{self._folder}/{MANIFEST_FILE}")
             self._backend.remove(self._folder)
         if self._cache is not None:
-            self._cache.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self._cache.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                self._go_without_cache(error)
 
     def add(self, view: str, group: Mapping[str, Tensor], magnitudes: Mapping[str, float]) -> None:
         for name, tensor in codecs.encode_group(view, group, magnitudes=magnitudes).items():
@@ -118,7 +124,10 @@ class ViewWriter:
 
     def keep_in_cache(self, manifest: bytes) -> None:
         """After the pointer moved: the full files become the base of the next version, those before go."""
-        if self._cache is None or not any(self._cache.folder.iterdir()):
+        if self._cache is None:
+            return
+        if not any(self._cache.folder.iterdir()):
+            self._cache.discard()
             return
         (self._cache.folder / MANIFEST_FILE).write_bytes(manifest)
         target = self._cache.commit()
@@ -137,29 +146,46 @@ class ViewWriter:
             self._cache.discard()
 
     def _flush(self, name: str) -> None:
-        chunks = safetensors_io.chunks(self._pending)
-        if self._policy is None or self._cache is None or self._pending_bytes < self._policy.min_file_bytes:
-            self.files[name] = self._store(name, chunks)
+        if self._policy is None or self._pending_bytes < self._policy.min_file_bytes or not self._put_in_cache(name):
+            self.files[name] = self._store(name, safetensors_io.chunks(self._pending))
         else:
-            self._store_through_cache(name, chunks, self._cache.folder, self._policy)
+            assert self._cache is not None
+            self._store_from_cache(name, self._cache.folder, self._policy)
         self._weight_map.update(dict.fromkeys(self._pending, name))
         self._total_bytes += self._pending_bytes
         self._shards += 1
         self._pending, self._pending_bytes = {}, 0
 
-    def _store_through_cache(self, name: str, chunks: Iterable[Chunk], cache: Path, policy: DeltaPolicy) -> None:
-        """The full file to the cache; to the store its delta, or the full file when that is not much more."""
-        hashing = Hashing(chunks)
-        with open(cache / name, "wb") as target:
-            for chunk in hashing:
-                target.write(chunk)
-        self.files[name] = entry = hashing.entry()
+    def _put_in_cache(self, name: str) -> bool:
+        """The pending tensors as a full file in the cache. False when there is no cache, or no room in it: weights go
+        out without."""
+        if self._cache is None:
+            return False
+        hashing = Hashing(safetensors_io.chunks(self._pending))
+        try:
+            with open(self._cache.folder / name, "wb") as target:
+                for chunk in hashing:
+                    target.write(chunk)
+        except OSError as error:
+            self._go_without_cache(error)
+            return False
+        self.files[name] = hashing.entry()
+        return True
+
+    def _store_from_cache(self, name: str, cache: Path, policy: DeltaPolicy) -> None:
+        """To the store a file's delta, or all of it when that is not much more."""
         new = _mapped(cache / name)
         change = self._delta(name, new)
-        if change is not None and len(change) <= policy.max_ratio * entry.size:
+        if change is not None and len(change) <= policy.max_ratio * self.files[name].size:
             self._store(name + DELTA_SUFFIX, [change])
         else:
             self._store(name, [new])
+
+    def _go_without_cache(self, error: OSError) -> None:
+        """This version needs none; the next one will be an anchor."""
+        log.warning("event=delta_cache_unusable folder=%s error=%r", self._folder, str(error))
+        self.discard_cache()
+        self._cache = None
 
     def _delta(self, name: str, new: memoryview) -> bytes | None:
         """Against the same file of the version before; None when that is not in the cache exactly as it was published:

@@ -10,6 +10,7 @@ that what it loads is either exactly what was published or nothing.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -116,7 +117,7 @@ class WeightStore:
     def versions(self, view: str) -> list[int]:
         """Complete versions, ascending. Those above `latest` were abandoned by a rewind or a crash."""
         found = (_version_of(name) for name in self._backend.list(self._view_path(view)))
-        return sorted(v for v in found if v is not None and MANIFEST_FILE in self._backend.list(self._path(view, v)))
+        return sorted(version for version in found if version is not None and self._is_complete(view, version))
 
     def manifest(self, view: str, version: int) -> Manifest:
         """The checked manifest. VersionNotFoundError when the version is not complete; ViewCorruptError when it is not
@@ -185,9 +186,9 @@ class WeightStore:
         content, _ = self._manifest(view, version)
         self._point(view, version, content)
 
-    def prune(self, keep: int) -> dict[str, list[int]]:
-        """Removes all but the newest `keep` versions up to each view's pointer, and what they need. Returns what was
-        removed.
+    def prune(self, keep: int, *, also: Collection[int] = ()) -> dict[str, list[int]]:
+        """Removes all versions up to each view's pointer but the newest `keep`, those of `also`, and what these are
+        stored relative to. Returns what was removed.
 
         Versions above a pointer stay: a publish may be writing them.
         """
@@ -198,13 +199,14 @@ class WeightStore:
             latest = self.latest(view)
             if latest is None:
                 continue
-            complete = [version for version in self.versions(view) if version <= latest]
-            needed = set(complete[-keep:]) | {latest}
-            for version in sorted(needed):
-                needed.update(self._bases(view, version))
             found = (_version_of(name) for name in self._backend.list(self._view_path(view)))
-            doomed = sorted(version for version in found if version is not None and version < latest)
-            removed[view] = [version for version in doomed if version not in needed]
+            below = sorted(version for version in found if version is not None and version < latest)
+            complete = (version for version in reversed(below) if self._is_complete(view, version))
+            needed: set[int] = set()
+            for version in {latest, *itertools.islice(complete, keep - 1), *(set(also) & set(below))}:
+                if version not in needed and (version == latest or self._is_complete(view, version)):
+                    needed |= {version, *self._bases(view, version)}
+            removed[view] = [version for version in below if version not in needed]
             for version in removed[view]:
                 self._backend.remove(f"{self._path(view, version)}/{MANIFEST_FILE}")
                 self._backend.remove(self._path(view, version))
@@ -249,6 +251,9 @@ class WeightStore:
         return safetensors_io.load_folder(Path(path))
 
     # ------------------------------------------------------------ inside
+
+    def _is_complete(self, view: str, version: int) -> bool:
+        return MANIFEST_FILE in self._backend.list(self._path(view, version))
 
     def _view_path(self, view: str) -> str:
         if not _is_view_name(view):
@@ -352,7 +357,7 @@ class WeightStore:
         folder = self._cache_folder(policy, view, pointer.version)
         try:
             content = (folder / MANIFEST_FILE).read_bytes()
-        except FileNotFoundError:
+        except OSError:
             return None
         if digest(content) != pointer.manifest_sha256:
             return None

@@ -8,6 +8,7 @@ quantisation config, the embedding and the norms are no linear layers, and the h
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,11 +30,13 @@ _HEAD = "lm_head"
 _EMBEDDING = "model.embed_tokens"
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def is_quantised(name: str) -> bool:
     """Whether quantised views store the tensor `name` quantised. Everything else stays BF16 in every view."""
     return _QUANTISED.fullmatch(name) is not None
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def fusion_group(name: str) -> tuple[str, int] | None:
     """(key, number of members) of the matrices that an engine folds together with `name`; None when it stands alone.
 
