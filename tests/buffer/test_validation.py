@@ -102,3 +102,57 @@ def test_unfiltered_sampling_without_candidates_is_accepted_where_no_candidates_
         accept(plain)
     with pytest.raises(RefusedError, match="filtered"):
         accept(changed(candidates=None), candidates_needed=False)
+
+
+def test_arrays_that_do_not_agree_are_refused():
+    good = supports(2)
+    cut = Candidates(good.candidates.counts, good.candidates.ids[:-4], good.candidates.logprobs)
+    with pytest.raises(RefusedError, match="candidates: counts sum to 4, ids 3, logprobs 4"):
+        accept(msgspec.structs.replace(good, candidates=cut))
+    short = Candidates(good.candidates.counts[:-2], good.candidates.ids, good.candidates.logprobs)
+    with pytest.raises(RefusedError, match=r"candidates\.counts: 1 of them for 2 generated tokens"):
+        accept(msgspec.structs.replace(good, candidates=short))
+
+
+def test_support_of_one_that_is_stored_must_be_certain():
+    # counts of 1: stored, though nothing need be; its log-prob must then be 0, or a candidate is missing
+    alone = supports(2, q=(1.0,), ids=(5,))
+    whole = msgspec.structs.replace(alone.candidates, counts=np.ones(2, "<u2").tobytes())
+    accept(msgspec.structs.replace(alone, candidates=whole))
+    partial = supports(2, q=(0.6,), ids=(5,))
+    missing = msgspec.structs.replace(partial.candidates, counts=np.ones(2, "<u2").tobytes())
+    with pytest.raises(RefusedError, match=r"support of generated token 0 sums to 0\.6"):
+        accept(msgspec.structs.replace(partial, candidates=missing))
+
+
+def test_empty_support_stands_for_certainty_and_a_log_prob_that_is_not_zero_contradicts_it():
+    certain = changed(
+        token_ids=np.full(4, 5, "<i4").tobytes(),
+        turns=turns((2, 4)),
+        logprobs=np.zeros(2, "<f4").tobytes(),
+        candidates=Candidates(np.zeros(2, "<u2").tobytes(), b"", b""),
+    )
+    accept(certain)
+    with pytest.raises(RefusedError, match=r"logprobs: -0\.5000 of generated token 1, but its support says 0\.0000"):
+        accept(msgspec.structs.replace(certain, logprobs=np.array([0.0, -0.5], "<f4").tobytes()))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_a_candidate_without_a_number_is_left_to_the_loss_which_drops_its_token(bad):
+    from motley_api.resources.rlrun import Algorithm
+    from motley_trainer.batches import build_sequences
+    from motley_trainer.recipe import recipe_of
+
+    trajectory = supports(2)
+    logprobs = np.frombuffer(trajectory.candidates.logprobs, "<f4").copy()
+    logprobs[0] = bad  # of the first token's sampled candidate
+    broken = msgspec.structs.replace(
+        trajectory, candidates=msgspec.structs.replace(trajectory.candidates, logprobs=logprobs.tobytes())
+    )
+    if bad != bad:
+        accept(broken)
+    else:  # a probability of 0 that was drawn is a contradiction, not a missing number
+        with pytest.raises(RefusedError, match=r"sums to 0\.4"):
+            accept(broken)
+    (sequence,) = build_sequences([broken], recipe_of(Algorithm()), step=1)
+    assert sequence.coefficients.tolist() == [0.0, 1.0]
