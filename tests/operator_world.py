@@ -91,6 +91,8 @@ class Api:
             if error.code == 404:
                 return None
             raise AssertionError(f"{method} {path}: {error.code} {error.read().decode()[:500]}") from error
+        except (TimeoutError, urllib.error.URLError) as error:  # a machine that is busy otherwise
+            raise AssertionError(f"{method} {path}: {error}") from error
 
 
 def path_of(kind: str, namespace: str = "", name: str = "", subresource: str = "") -> str:
