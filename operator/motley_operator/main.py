@@ -121,7 +121,11 @@ async def serve_operator(env: Mapping[str, str]) -> int:
     log.info("event=started identity=%s namespace=%s server=%s", identity, namespace or "all", credentials.server)
     await asyncio.wait([*parts, stopping], return_when=asyncio.FIRST_COMPLETED)
     # The framework takes SIGTERM for itself: its part then ends without an error.
-    ended = [part for part in parts if part.done() and (part is not parts[0] or part.cancelled() or part.exception() is not None)]
+    ended = [
+        part
+        for part in parts
+        if part.done() and (part is not parts[0] or part.cancelled() or part.exception() is not None)
+    ]
     for part in ended:
         error = "cancelled" if part.cancelled() else str(part.exception())
         log.error("event=part_ended part=%s error=%r", part.get_name(), error)
