@@ -225,7 +225,7 @@ def _draw_shares(axes: Any, finished: Finished) -> None:
             (glimpse.status.get("step", 0), float(group.get("sharePercent", 0)))
             for glimpse in finished.glimpses[:-1]
             for group in _groups(glimpse)
-            if group["name"] == name
+            if group["name"] == name and glimpse.status.get("step")
         ]
         axes.plot([p[0] for p in points], [p[1] for p in points], label=name, **looks[name])
     applied = finished.late_group.get("appliedAtStep")

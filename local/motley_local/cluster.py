@@ -24,7 +24,7 @@ from motley_local.binaries import (
 )
 from motley_local.controlplane import POLL_S, READY_TIMEOUT_S, ControlPlane
 from motley_local.nodes import NodeSpec, default_nodes, monitor_grace_s
-from motley_local.processes import Child, ChildFailedError, descendants, parent_of_each, rss_mib
+from motley_local.processes import Child, ChildFailedError, descendants, memory_mib, parent_of_each
 
 AGENT_STOP_GRACE_S = 15.0
 
@@ -39,7 +39,7 @@ def find_repo_root(start: Path = Path(__file__)) -> Path:
 
 @dataclass(frozen=True)
 class Memory:
-    """Resident memory now, MiB; shared pages count once for each process."""
+    """Resident memory now, MiB; a page that processes share is divided among them."""
 
     control_plane_mib: float
     agent_mib: float
@@ -178,9 +178,9 @@ class LocalCluster:
             raise RuntimeError("the cluster is not started")
         agent_pid = self._agent.process.pid
         return Memory(
-            control_plane_mib=rss_mib([child.process.pid for child in self.plane.children]),
-            agent_mib=rss_mib([agent_pid]),
-            pods_mib=rss_mib(descendants(agent_pid, parent_of_each())),
+            control_plane_mib=memory_mib([child.process.pid for child in self.plane.children]),
+            agent_mib=memory_mib([agent_pid]),
+            pods_mib=memory_mib(descendants(agent_pid, parent_of_each())),
         )
 
     def kubectl(

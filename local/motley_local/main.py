@@ -23,7 +23,7 @@ from motley_local.binaries import (
     ensure_kubectl,
     stderr_report,
 )
-from motley_local.processes import ChildFailedError, descendants, parent_of_each, process_start_ticks, rss_mib
+from motley_local.processes import ChildFailedError, descendants, memory_mib, parent_of_each, process_start_ticks
 
 CHECK_S = 1.0
 START_TIMEOUT_S = 1800.0  # a first start may build the control plane
@@ -182,7 +182,7 @@ def status(state: StateOption = DEFAULT_STATE) -> None:
     record = _running(state)
     pids = descendants(record.pid, parent_of_each())
     typer.echo(f"export KUBECONFIG={record.kubeconfig}")
-    typer.echo(f"{len(pids)} processes, {rss_mib([record.pid, *pids]):.0f} MiB resident")
+    typer.echo(f"{len(pids)} processes, {memory_mib([record.pid, *pids]):.0f} MiB resident")
     for kind in ("nodes", "pods"):
         sys.stdout.flush()
         _kubectl(record, ["get", kind, *(["-A", "-o", "wide"] if kind == "pods" else ["-L", "nvidia.com/gpu.product"])])

@@ -15,7 +15,6 @@ from pathlib import Path
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
 
 
 class ChildFailedError(RuntimeError):
@@ -133,16 +132,16 @@ def descendants(root_pid: int, parents: Mapping[int, int]) -> list[int]:
     return found
 
 
-def rss_mib(pids: Sequence[int]) -> float:
-    """Sum of resident memory, MiB. Pages that processes share are counted once for each."""
-    pages = 0
+def memory_mib(pids: Sequence[int]) -> float:
+    """Sum of resident memory, MiB, a page that several processes share divided among them (PSS): what the machine really gives."""
+    kib = 0
     for pid in pids:
         try:
-            with open(f"/proc/{pid}/statm", "rb") as statm:
-                pages += int(statm.read().split()[1])
+            with open(f"/proc/{pid}/smaps_rollup", "rb") as rollup:
+                kib += next((int(line.split()[1]) for line in rollup if line.startswith(b"Pss:")), 0)
         except OSError:
             continue
-    return pages * _PAGE_KIB / 1024
+    return kib / 1024
 
 
 def process_start_ticks(pid: int) -> int | None:
