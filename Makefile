@@ -17,8 +17,12 @@ help: ## this list
 setup: ## the Python environment in .venv (PYTHON=/path/to/python3.12 to choose the interpreter)
 	@hack/setup.sh
 
+.PHONY: venv-sglang
+venv-sglang: setup ## the real SGLang server, in .venv-sglang
+	@hack/setup-sglang.sh
+
 .PHONY: demo
-demo: setup ## a whole run on the local cluster (KEEP=1 leaves it up; SGLANG=1 serves one group with SGLang; SEED=n)
+demo: setup $(if $(filter 1,$(SGLANG)),venv-sglang) ## a whole run on the local cluster (KEEP=1 leaves it up; SGLANG=1 serves one group with SGLang; SEED=n)
 	@exec $(PY) examples/demo/demo.py $(if $(filter 1,$(KEEP)),--keep) $(if $(filter 1,$(SGLANG)),--sglang) --seed $(SEED)
 
 .PHONY: test
@@ -30,6 +34,14 @@ test: setup ## every test that this machine can run
 test-e2e: setup ## one short run end to end on the local cluster
 	@$(PY) -m motley_local.main build
 	@$(PY) -m pytest -q -m e2e --e2e $(ARGS)
+
+.PHONY: test-sglang
+test-sglang: venv-sglang ## the tests that need the real SGLang server
+	@$(PY) -m pytest -q -m sglang tests/engine tests/agent $(ARGS)
+
+.PHONY: study
+study: setup ## the mixed-precision ablation in miniature (ARM=..., SEEDS=...)
+	@$(PY) -m benchmarks.study $(if $(ARM),--arm $(ARM)) $(if $(SEEDS),--seeds $(SEEDS)) $(ARGS)
 
 .PHONY: verify
 verify: setup ## linters, types, layers, generated files

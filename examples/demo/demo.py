@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any
 
 import yaml
+from motley_api import keys
 from motley_local.binaries import MissingBinaryError
 from motley_local.cluster import LocalCluster
 from motley_local.kube import Access
@@ -110,8 +111,9 @@ def manifests(*, seed: int, steps: int | None, sglang: bool) -> list[Object]:
         run["spec"]["steps"] = steps
     if sglang:
         group = next(group for group in run["spec"]["samplerGroups"] if group["name"] == "h200-bf16")
-        group["engine"] = {"type": "SGLang"}
+        group["engine"] = {"type": "SGLang", "args": ["--device=cpu"]}
         group["kvCachePrecision"] = "BF16"
+        group["template"] = {"env": [{"name": keys.ENV_SGLANG_PYTHON, "value": "/opt/motley/.venv-sglang/bin/python"}]}
     return documents
 
 
