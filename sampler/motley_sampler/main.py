@@ -9,6 +9,7 @@ import signal
 import sys
 
 from aiohttp import web
+from motley_api import keys
 
 from motley_sampler.agent import heartbeat
 from motley_sampler.agent.agent import Agent
@@ -17,7 +18,6 @@ from motley_sampler.agent.http import make_app
 from motley_sampler.agent.settings import Settings, SettingsError, from_env
 
 log = logging.getLogger("motley.sampler")
-EXIT_MISCONFIGURED = 2
 
 
 async def serve(agent: Agent) -> int:
@@ -56,8 +56,8 @@ def main() -> None:
         settings = from_env(os.environ)
         code = run(settings)
     except SettingsError as error:
-        log.error("event=misconfigured message=%r", str(error))
-        code = EXIT_MISCONFIGURED
+        print(error, file=sys.stderr, flush=True)  # alone and last: it becomes the group's condition
+        code = keys.EXIT_CONFIG
     raise SystemExit(code)
 
 

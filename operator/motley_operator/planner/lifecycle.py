@@ -12,7 +12,7 @@ from motley_api import keys
 from motley_api.resources.rlrun import Totals
 
 from motley_operator import names
-from motley_operator.planner.model import Object, Snapshot
+from motley_operator.planner.model import Object, PodView, Snapshot
 
 
 class State(StrEnum):
@@ -79,7 +79,13 @@ def invalid_configuration(seen: Snapshot, role: str | None = None) -> str:
     if not found:
         return ""
     newest = max(found, key=lambda pod: (pod.finished or pod.created or LONG_AGO, pod.name))
-    return f"{newest.role} pod {newest.name}: {newest.message.strip() or 'no message'}"
+    return f"{newest.role} pod {newest.name}: {last_words(newest)}"
+
+
+def last_words(pod: PodView) -> str:
+    """The last line that a pod wrote: what says why, by the contract of EXIT_CONFIG; its log is before it."""
+    lines = pod.message.strip().splitlines()
+    return lines[-1] if lines else "no message"
 
 
 def judge(seen: Snapshot, totals: Totals, *, guard_paused: bool, guard_message: str) -> Life:

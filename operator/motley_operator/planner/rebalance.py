@@ -239,8 +239,14 @@ def _highs(program: _Program, *, whole: bool, limit_s: float) -> _Answer | None:
     import highspy
     import numpy
 
-    solver: Any = highspy.Highs()
-    solver.setOptionValue("output_flag", False)
+    class Quiet(highspy.Highs):  # type: ignore[misc]
+        """Its constructor prints a banner while it sets up callbacks: standard output is the caller's."""
+
+        def enableCallbacks(self) -> None:  # noqa: N802 (the library's name)
+            self.setOptionValue("output_flag", False)
+            super().enableCallbacks()
+
+    solver: Any = Quiet()
     solver.setOptionValue("threads", 1)
     solver.setOptionValue("time_limit", limit_s)
     solver.setOptionValue("mip_rel_gap", 0.0)

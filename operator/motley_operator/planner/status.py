@@ -15,7 +15,7 @@ from motley_api.resources.rlrun import Cost, Decision, GroupStatus, GuardAction,
 from motley_operator import manifests, names
 from motley_operator.planner import guard, ledger, placement
 from motley_operator.planner.conditions import GROUP_CONDITIONS, RUN_CONDITIONS, Finding, merge
-from motley_operator.planner.lifecycle import State, invalid_configuration
+from motley_operator.planner.lifecycle import State, invalid_configuration, last_words
 from motley_operator.planner.model import GroupView, PodView, Snapshot, format_time, view_of
 
 if TYPE_CHECKING:
@@ -573,7 +573,7 @@ def _group_ready(seen: Snapshot, made: Decided, group: GroupView, conformant: Fi
         return Finding(
             "Ready", "False", "Quarantined", made.verdict.message or "its mismatch grew past the guard's thresholds"
         )
-    words = next((pod.message.strip() for pod in _pods(seen, group.name) if pod.exit_code == keys.EXIT_CONFIG), None)
+    words = next((last_words(pod) for pod in _pods(seen, group.name) if pod.exit_code == keys.EXIT_CONFIG), None)
     if words is not None:
         return Finding("Ready", "False", State.INVALID, words)
     if conformant.status == "False":

@@ -71,10 +71,10 @@ def main() -> None:
         asyncio.run(_run(settings))
     except ConfigError as error:
         log("config-error", error=error)
-        sys.exit(2)
+        sys.exit(keys.EXIT_CONFIG)
     except (ValueError, SandboxError) as error:  # model folder, tasks or sandboxes: the text names what is wrong
-        log("cannot-start", error=error)
-        sys.exit(1)
+        log("cannot-start", error=error)  # alone and last: it becomes the run's condition
+        sys.exit(keys.EXIT_CONFIG)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def main() -> None:
             raise ConfigError(f"{keys.ENV_POD_IP} must be set: the address to listen on")
     except ConfigError as error:
         log("config-error", error=error)
-        sys.exit(2)
+        sys.exit(keys.EXIT_CONFIG)
     router = Router(settings)
     router.read_fleet()
     log("start", address=address, port=keys.ROUTER_PORT, fleet=settings.fleet_path or "none")
