@@ -37,6 +37,7 @@ import report
 ROOT = Path(__file__).resolve().parents[2]
 HERE = ROOT / "examples/demo"
 NAMESPACE = "default"
+SGLANG_GROUP = "h200-bf16"
 LOOK_S = 1.0
 MEMORY_S = 3.0
 STALL_S = 180.0  # without a step, say what the cluster shows
@@ -110,7 +111,7 @@ def manifests(*, seed: int, steps: int | None, sglang: bool) -> list[Object]:
     if steps is not None:
         run["spec"]["steps"] = steps
     if sglang:
-        group = next(group for group in run["spec"]["samplerGroups"] if group["name"] == "h200-bf16")
+        group = next(group for group in run["spec"]["samplerGroups"] if group["name"] == SGLANG_GROUP)
         group["engine"] = {"type": "SGLang", "args": ["--device=cpu"]}
         group["kvCachePrecision"] = "BF16"
         group["template"] = {"env": [{"name": keys.ENV_SGLANG_PYTHON, "value": "/opt/motley/.venv-sglang/bin/python"}]}
@@ -212,7 +213,17 @@ def first_step_of(group: str, steps: list[Any]) -> int | None:
     return next((step.step for step in steps for part in step.groups if part.name == group and part.samples > 0), None)
 
 
-def follow(api: Api, cluster: LocalCluster, name: str, steps: int) -> Followed:
+def wait_for_slow_group(cluster: LocalCluster, run: Object, group: str) -> None:
+    """Gives the run more steps while the group has sampled nothing: SGLang needs minutes to start where nine others share two cores."""
+    status, steps = run.get("status", {}), run["spec"]["steps"]
+    samples = next((found.get("samples", 0) for found in status.get("groups", []) if found["name"] == group), 0)
+    if samples == 0 and (status.get("step") or 0) >= steps - 4:
+        say(f"[demo] {group} is still starting: kubectl patch rlrun ... steps: {steps + 16} (steps may grow mid-run)")
+        patch = json.dumps({"spec": {"steps": steps + 16}})
+        cluster.kubectl("patch", "rlrun", run["metadata"]["name"], "-n", NAMESPACE, "--type=merge", "-p", patch)
+
+
+def follow(api: Api, cluster: LocalCluster, name: str, steps: int, slow_group: str | None) -> Followed:
     """Prints a line a step; applies the late group half-way; returns what was seen."""
     seen = Followed()
     more = yaml.safe_load((HERE / "more.yaml").read_text())["metadata"]["name"]
@@ -227,7 +238,9 @@ def follow(api: Api, cluster: LocalCluster, name: str, steps: int) -> Followed:
             say(f"[demo] {time.strftime('%H:%M:%S')} run {name}: {text.strip() or 'applied'}")
         if step > shown:
             shown = step
-            say(step_line(status, steps))
+            say(step_line(status, run["spec"]["steps"]))
+        if slow_group:
+            wait_for_slow_group(cluster, run, slow_group)
         if step >= steps // 2 and not seen.late_group:
             seen.late_group = {"name": more, "appliedAtStep": step, "firstSampleStep": None}
             say(f"[demo] kubectl apply -f examples/demo/more.yaml: one more group joins the run at step {step}")
@@ -260,7 +273,7 @@ def run_demo(options: argparse.Namespace, folder: Path) -> Object:
         say(f"[demo] set up in {setup_s:.0f} s; kubectl apply -f examples/demo/run.yaml")
         say(cluster.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=yaml.safe_dump_all(documents)).stdout.rstrip())
         api = Api(Access.from_kubeconfig(cluster.kubeconfig_path))
-        seen = follow(api, cluster, name, steps)
+        seen = follow(api, cluster, name, steps, f"{name}-{SGLANG_GROUP}" if options.sglang else None)
         run_s = time.monotonic() - began_s - setup_s
         memory.stop()
         ledger = report.read_ledger(store_folder(cluster) / name / "ledger")
@@ -322,7 +335,9 @@ def _interrupt(_: int, __: FrameType | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make demo", description="One mixed-precision run on a local cluster.")
     parser.add_argument("--keep", action="store_true", help="leave the cluster up after the run")
-    parser.add_argument("--sglang", action="store_true", help="serve the group h200-bf16 with the real SGLang server")
+    parser.add_argument(
+        "--sglang", action="store_true", help=f"serve the group {SGLANG_GROUP} with the real SGLang server"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of task order and sampling")
     parser.add_argument("--steps", type=int, default=None, help="optimizer steps; default: run.yaml's")
     parser.add_argument("--folder", type=Path, default=ROOT / "build/demo", help="where cluster state and report go")
