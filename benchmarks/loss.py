@@ -6,7 +6,8 @@
 CHECKOUT is a Miles tree with miles/backends/training_utils/loss/hub/score_centering (or loss_hub/score_centering), as its fork
 sii-avalanche/miles has at 4d412b5; nothing of it is kept here, and without one those rows are left out. Every contender runs in a
 process of its own on the same inputs, one thread each. Memory is the peak of the resident set above what the process held before its
-inputs: logits (or hidden states and output layer) count, in every row. Time is CPU time, the least of the repeats. Losses and gradients
+inputs: the logits count, in every row; where the output layer is part of the case, its weight and that weight's gradient, which all must
+hold, do not. Time is CPU time, the least of the repeats. Losses and gradients
 of all must agree before any number is printed. The last line of the output is JSON.
 
 Legend: T = tokens, V = vocabulary, H = width of the hidden states, K = padded candidates (Miles, plain torch), C = ragged ones (ours).
@@ -250,7 +251,8 @@ def child(case: Case, name: str, tokens: int, repeats: int, answer: pathlib.Path
         loss_T = contender(case, given)
         loss_T.sum().backward()
         times.append(time.process_time() - started)
-        peak = max(peak, resident_bytes("VmHWM") - before)
+        layer = 0 if given.weight_VH is None else 2 * given.weight_VH.nbytes  # the weight and its gradient
+        peak = max(peak, resident_bytes("VmHWM") - before - layer)
         gradient = given.leaf.grad
         assert gradient is not None
         signs = torch.where(torch.arange(gradient.shape[1]) % 2 == 0, 1.0, -1.0)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+from motley_api.resources.rlrun import TrainerDtype
 from motley_weights.checkpoints import model_dir_files, read_checkpoint
 from motley_weights.names import ModelShape
 from motley_weights.store import DeltaPolicy, WeightStore
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POLL_S = 5.0  # rank 0 waits for a batch this long at a time; between two waits the ranks agree to go on
+DTYPES = {TrainerDtype.BF16: torch.bfloat16, TrainerDtype.FP16: torch.float16, TrainerDtype.FP32: torch.float32}
 EVALUATION_LIMIT_S = 60.0  # of the last evaluation, after the last step
 
 type Point = Callable[[str, int], None]
@@ -174,7 +176,7 @@ def _engine(
             weight_decay=float(optimizer.weight_decay),
             gradient_clip=float(optimizer.gradient_clip),
         ),
-        dtype=torch.float32 if spec.trainer.dtype.value == "FP32" else torch.bfloat16,
+        dtype=DTYPES[spec.trainer.dtype],
         context_length=spec.model.context_length,
         expert=spec.trainer.expert_parallel,
     )

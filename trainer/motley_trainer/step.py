@@ -38,9 +38,7 @@ def train_step(
 ) -> Outcome:
     """Batch -> sequences -> microbatches -> gradients -> one update, or none when a gradient is not finite."""
     sequences = build_sequences(batch.trajectories, recipe, step=batch.step)
-    table = accumulate(engine, sequences, range(len(sequences)), recipe, max_tokens=max_tokens)
-    # A loss that is not finite may leave finite gradients behind where a weight of 0 meets it: both are looked at.
-    finite = engine.reduce_gradients() and all_agree(table.row("all")[Column.BAD] == 0)
+    table, finite = _gradients(engine, sequences, recipe, max_tokens=max_tokens)
     norm = engine.update(learning_rate) if finite else float("nan")
     blamed = () if finite else blame(engine, sequences, recipe, max_tokens=max_tokens)
     return Outcome(
@@ -52,6 +50,17 @@ def train_step(
         ratios=run_ratios(table, replay=recipe.objective.replay),
         metrics=named_metrics(table, sequences, replay=recipe.objective.replay),
     )
+
+
+def _gradients(engine: Engine, sequences: Many[Sequence], recipe: Recipe, *, max_tokens: int) -> tuple[Table, bool]:
+    """(sums, whether losses and gradients are finite). An overflow of FP16's loss scale is no fault of the batch: it is
+    computed again at a lower scale."""
+    while True:
+        table = accumulate(engine, sequences, range(len(sequences)), recipe, max_tokens=max_tokens)
+        # A loss that is not finite may leave finite gradients behind where a weight of 0 meets it: both are looked at.
+        sound, losses_sound = engine.reduce_gradients(), all_agree(table.row("all")[Column.BAD] == 0)
+        if sound or not losses_sound or not engine.lower_loss_scale():
+            return table, sound and losses_sound
 
 
 def accumulate(
@@ -74,9 +83,9 @@ def accumulate(
         )
         logits = engine.logits(microbatch.tokens)
         shard = parallel.vocab_shard(engine.shape.vocabulary)
-        losses_N, stats = token_losses(logits, microbatch.trained, recipe.objective, shard=shard)
+        losses_N, stats = token_losses(logits, microbatch.trained, recipe.objective, shard=shard, overwrite_logits=True)
         weighted_N = losses_N * microbatch.coefficients_N
-        weighted_N.sum().backward()  # type: ignore[no-untyped-call]
+        engine.scaled(weighted_N.sum()).backward()  # type: ignore[no-untyped-call]
         table.add(weighted_N.detach(), stats, microbatch.sequence_N, recipe)
     table.sums = sum_over_data(table.sums.to(shims.device())).cpu()
     return table

@@ -332,6 +332,7 @@ class Staleness(Model):
 
 class TrainerDtype(StrEnum):
     BF16 = "BF16"
+    FP16 = "FP16"
     FP32 = "FP32"
 
 
@@ -346,7 +347,7 @@ class Trainer(Model):
     ] = 8
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     expert_parallel: Annotated[int, Field(ge=1, le=256)] = 1
-    dtype: Annotated[TrainerDtype, Field(description="dtype: BF16, or FP32 on CPUs. Default: BF16.")] = (
+    dtype: Annotated[TrainerDtype, Field(description="dtype: BF16, FP16 (with loss scaling), or FP32 on CPUs. Default: BF16.")] = (
         TrainerDtype.BF16
     )
     template: PodOverrides = PodOverrides()

@@ -20,6 +20,8 @@ from motley_trainer.megatron import shards, shims
 from motley_trainer.megatron.model import build_model, transformer_config
 from motley_trainer.megatron.parallel import Parallel, all_agree, padded_vocabulary
 
+INITIAL_LOSS_SCALE = 2.0**16  # of FP16; doubled after a thousand steps without an overflow, halved at each
+
 
 @dataclass(frozen=True)
 class AdamSettings:
@@ -84,6 +86,10 @@ class Engine:
             clip_grad=adam.gradient_clip,
             params_dtype=self.dtype,
             bf16=self.dtype is torch.bfloat16,
+            fp16=self.dtype is torch.float16,
+            initial_loss_scale=INITIAL_LOSS_SCALE,
+            min_loss_scale=1.0,
+            hysteresis=1,
             use_distributed_optimizer=self._distributed,
         )
         with shims.cuda_means_cpu():
@@ -137,6 +143,24 @@ class Engine:
         logits: Tensor = self._ddp(tokens_BS, positions_BS, None)
         columns = self.parallel.vocab_shard(self.shape.vocabulary).size
         return logits.reshape(batch * length, -1)[:, :columns]
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What to call backward() on: under FP16 the loss times a scale that keeps small gradients above zero."""
+        return loss * self._optimizer.get_loss_scale() if self.dtype is torch.float16 else loss
+
+    def _scalers(self) -> list[Any]:
+        """One for dense parameters, one for experts; they move together."""
+        return [part.grad_scaler for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer])]
+
+    def lower_loss_scale(self) -> bool:
+        """After FP16 gradients overflowed. Whether the scale could be lowered: no other dtype has one."""
+        if self.dtype is not torch.float16:
+            return False
+        before = float(self._optimizer.get_loss_scale())
+        with shims.cuda_means_cpu():
+            for scaler in self._scalers():
+                scaler.update(True)
+        return float(self._optimizer.get_loss_scale()) < before
 
     def reduce_gradients(self) -> bool:
         """Sums gradients over the ranks. Whether they are all finite, on every rank."""

@@ -89,6 +89,7 @@ def transformer_config(
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
         use_cpu_initialization=True,
         perform_initialization=False,
         # Our loss carries the coefficient of every token, fixed for the whole batch: ranks' gradients are summed.
