@@ -18,6 +18,7 @@ import fsspec
 
 Chunk = bytes | memoryview
 READ_BYTES = 4 << 20
+_OBJECT_STORES = frozenset({"s3", "gs", "gcs", "az", "abfs", "oci"})
 
 
 class Backend(Protocol):
@@ -110,6 +111,8 @@ class FsspecBackend:
 
     def __init__(self, url: str) -> None:
         self._fs, self._root = fsspec.core.url_to_fs(url)
+        protocols = self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,)
+        self._is_object_store = not _OBJECT_STORES.isdisjoint(protocols)
 
     def write(self, path: str, chunks: Iterable[Chunk]) -> None:
         with _as_os_error(path):
@@ -156,9 +159,8 @@ class FsspecBackend:
             self._fs.rm(self._path(path), recursive=True)
 
     def _make_parent(self, target: str) -> None:
-        """Nothing on an object store, where folders are parts of names, and where asking for one may ask for a
-        bucket."""
-        if not hasattr(self._fs, "s3"):
+        """Nothing on an object store: folders are parts of names there, and asking for one asks for a bucket."""
+        if not self._is_object_store:
             self._fs.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
 
     def _path(self, path: str) -> str:
