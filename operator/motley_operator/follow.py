@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from motley_operator import observe
-from motley_operator.kube import ApiError, Kube, NoClusterError, load_credentials
+from motley_operator.kube import ApiError, Kube, NoClusterError, user_credentials
 
 Json = dict[str, Any]
 UNKNOWN = "-"
@@ -113,7 +113,7 @@ def ended(body: Json) -> bool:
 async def main(name: str, namespace: str, every_s: float, once: bool) -> int:
     """0 when the run completed, 1 when it failed or is not there."""
     try:
-        credentials = load_credentials()
+        credentials = user_credentials()
     except NoClusterError as error:
         print(f"motley watch: {error}", file=sys.stderr)
         return 1

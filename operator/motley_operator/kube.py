@@ -1,7 +1,7 @@
 """A small asynchronous client of the API server: list, get, create, apply, patch, delete.
 
-Not the `kubernetes` package: it blocks, cannot say server-side apply plainly, and holds about 80 MiB more in memory than these lines on
-aiohttp, which the operator needs anyway to ask routers and trainers.
+The `kubernetes` package reads kubeconfigs for the command line, and does no more: it blocks, cannot say server-side apply plainly,
+and holds about 80 MiB more in memory than these lines on aiohttp, which the operator needs anyway to ask routers and trainers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import base64
 import json
 import os
 import ssl
-import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -127,8 +126,8 @@ def from_kubeconfig(path: Path) -> Credentials:
         raise NoClusterError(f"{path}: no current-context")
     context = named("context", current)
     cluster, user = named("cluster", context["cluster"]), named("user", context["user"])
-    if "exec" in user:
-        user |= _exec_credential(user["exec"])
+    if "exec" in user or "auth-provider" in user:
+        raise NoClusterError(f"{path}: the operator takes a token or certificates, not a credential plugin")
     return Credentials(
         server=cluster["server"].rstrip("/"),
         namespace=context.get("namespace", "default"),
@@ -141,23 +140,38 @@ def from_kubeconfig(path: Path) -> Credentials:
     )
 
 
-def _exec_credential(plugin: Json) -> Json:
-    """client.authentication.k8s.io: how cloud command lines give a token to kubectl."""
-    env = {**os.environ, **{item["name"]: item["value"] for item in plugin.get("env") or []}}
-    done = subprocess.run(
-        [plugin["command"], *(plugin.get("args") or [])],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
+def user_credentials(env: Mapping[str, str] = os.environ) -> Credentials:
+    """Of a person at a terminal: any kubeconfig, exec credential plugins of the clouds and files of several clusters included.
+
+    Read by the `kubernetes` package, which knows them all. In a pod without a kubeconfig: its service account.
+    """
+    paths = env.get("KUBECONFIG", "") or str(Path(env.get("HOME", "~")).expanduser() / ".kube" / "config")
+    if not any(Path(path).exists() for path in paths.split(os.pathsep)):
+        return load_credentials(env)
+    from kubernetes import client, config
+
+    try:
+        _, context = config.list_kube_config_contexts(config_file=paths)
+        configuration = client.Configuration()
+        config.load_kube_config(config_file=paths, client_configuration=configuration)
+    except (config.ConfigException, OSError, KeyError, TypeError, yaml.YAMLError) as error:
+        raise NoClusterError(f"{paths}: {error}") from error
+
+    def text(path: str | None) -> str:
+        return Path(path).read_text() if path else ""
+
+    bearer = configuration.get_api_key_with_prefix("authorization") or configuration.get_api_key_with_prefix(
+        "BearerToken"
     )
-    status = json.loads(done.stdout)["status"]
-    found: Json = {"token": status.get("token", "")}
-    if "clientCertificateData" in status:
-        found["client-certificate-data"] = base64.b64encode(status["clientCertificateData"].encode()).decode()
-        found["client-key-data"] = base64.b64encode(status["clientKeyData"].encode()).decode()
-    return found
+    return Credentials(
+        server=str(configuration.host).rstrip("/"),
+        namespace=context["context"].get("namespace") or "default",
+        ca=text(configuration.ssl_ca_cert),
+        insecure=not configuration.verify_ssl,
+        token=(bearer or "").removeprefix("Bearer "),
+        certificate=text(configuration.cert_file),
+        key=text(configuration.key_file),
+    )
 
 
 def path_of(kind: str, namespace: str | None = None, name: str = "", subresource: str = "") -> str:

@@ -171,11 +171,33 @@ def _plan(
         ),
     ],
     output: Annotated[str, typer.Option("--output", "-o", help="table or json.")] = "table",
+    available: Annotated[
+        str, typer.Option("--available", help="GPUs to choose from, in place of the nodes': H100=16,B200=8.")
+    ] = "",
+    gpus: Annotated[int | None, typer.Option("--gpus", min=0, help="Most GPUs that samplers may hold in all.")] = None,
 ) -> None:
     """Show what would be placed, shared and paid for a manifest, and why. Looks at the nodes of the current cluster if there is one."""
     from motley_operator import preview
 
-    sys.exit(preview.main(file, output))
+    sys.exit(preview.main(file, output, available, gpus))
+
+
+def replay() -> None:
+    """When the guard would have acted on a recorded ledger, and what the run's work cost."""
+    typer.run(_replay)
+
+
+def _replay(
+    ledger: Annotated[str, typer.Argument(help="The run's ledger folder of step-*.json, or a .jsonl file.")],
+    manifest: Annotated[
+        str, typer.Option("--file", "-f", help="RLRun manifest with its guard, prices and groups; default: defaults.")
+    ] = "",
+    output: Annotated[str, typer.Option("--output", "-o", help="table or json.")] = "table",
+) -> None:
+    """Run guard and cost on a recorded ledger: each alarm and action, with its step and numbers."""
+    from motley_operator import replaying
+
+    sys.exit(replaying.main(ledger, manifest, output))
 
 
 def watch() -> None:

@@ -114,8 +114,8 @@ def run_config_map(run: RunRef, spec: RLRunSpec) -> Json:
     return _object("v1", "ConfigMap", run, names.run_config(run.name), run.owner(), labels(run.name), data=data)
 
 
-def fleet_config_map(run: RunRef, fleet: records.Fleet) -> Json:
-    data = {keys.FLEET_KEY: records.encode_json(fleet).decode()}
+def fleet_config_map(run: RunRef, fleet: records.Fleet, more: Mapping[str, str] | None = None) -> Json:
+    data = {keys.FLEET_KEY: records.encode_json(fleet).decode(), **(more or {})}
     return _object("v1", "ConfigMap", run, names.fleet(run.name), run.owner(), labels(run.name), data=data)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from decimal import Decimal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from decimal import ROUND_FLOOR, Decimal
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from motley_api.resources import CapacityType, GpuTypeName, RLRunSpec, RLRunStat
 from pydantic import ValidationError
 
 from motley_operator import names, observe
-from motley_operator.kube import ApiError, Kube, NoClusterError, load_credentials
-from motley_operator.planner import budget, cost, placement, shares, status
+from motley_operator.kube import ApiError, Kube, NoClusterError, user_credentials
+from motley_operator.planner import budget, cost, placement, rebalance, resize, shares, status
 from motley_operator.planner.model import GroupView, NodeView, Snapshot, view_of
 from motley_operator.planner.plan import engine_usd_per_hour, trainer_usd_per_hour
 
@@ -56,6 +56,80 @@ class RunPlan:
     sessions: int
     nodes: str
     notes: tuple[str, ...]
+    declared: rebalance.Fleet
+    optimised: rebalance.Fleet
+    rates: Mapping[str, Decimal | None]  # turns an engine-hour
+    sessions_wanted: int
+
+
+@dataclass(frozen=True)
+class Caps:
+    """From the command line, in place of what nodes say: GPUs by type, and GPUs in all."""
+
+    gpus: Mapping[str, int] = field(default_factory=dict)
+    gpu_cap: int | None = None
+
+
+def parse_caps(available: str, gpu_cap: int | None) -> Caps:
+    """`H100=16,B200=8`; a type that is not named has no limit."""
+    found = {}
+    for part in filter(None, available.split(",")):
+        name, _, count = part.partition("=")
+        if name not in list(GpuTypeName) or not count.isdigit():
+            raise ManifestError(
+                f"--available must be TYPE=GPUS,... with TYPE one of {', '.join(GpuTypeName)}, got {part!r}"
+            )
+        found[name] = int(count)
+    return Caps(found, gpu_cap)
+
+
+def optimise(seen: Snapshot, caps: Caps) -> tuple[rebalance.Fleet, rebalance.Fleet, int]:
+    """(the declared fleet, the cheapest one within min/max, sessions wanted). Nothing runs yet, so moves cost nothing."""
+    prices = cost.price_table(seen.spec.prices)
+    options = []
+    for group in seen.groups:
+        turns = group.spec.turns_per_engine_hour
+        hourly = engine_usd_per_hour(group, prices)
+        rate = cost.EngineRate(group.name, hourly, Decimal(turns) if turns else None, group.spec.sessions_per_engine)
+        room = None
+        if seen.nodes is not None:
+            there = placement.availability(seen.nodes, group.spec.gpu_type, group.spec.capacity_type)
+            room = there.engines(group.spec.gpus_per_engine)
+        engines = resize.declared(group.spec) if resize.movable(group.spec) else group.spec.replicas
+        made = resize.option(
+            group,
+            engines if status.supported(group) else 0,
+            rate,
+            effective=Decimal(1),
+            serves=status.supported(group),
+            placeable=room,
+        )
+        options.append(replace(made, start_usd=Decimal(0), leave_usd=Decimal(0)))
+    cap, trainer = seen.spec.budget.usd_per_hour, trainer_usd_per_hour(seen, prices)
+    pools = {(name, kind.value): count for name, count in caps.gpus.items() for kind in CapacityType}
+    need = rebalance.Need(
+        sessions=seen.spec.rollout.sessions or sum(one.sessions * one.engines for one in options),
+        gpus=pools or resize.pools(seen, options),
+        gpu_cap=caps.gpu_cap,
+        usd_per_hour=Decimal(cap) - trainer if cap is not None and trainer is not None else None,
+    )
+    declared = rebalance.fleet_of(options, need, {one.name: one.engines for one in options})
+    if declared.sessions and all(one.turns_per_hour for one in options) and declared.turns_per_hour:
+        # As many turns as the declared fleet serves for the sessions wanted.
+        part = min(Decimal(1), Decimal(need.sessions) / declared.sessions)
+        need = replace(need, turns_per_hour=(declared.turns_per_hour * part).to_integral_value(ROUND_FLOOR))
+    return rebalance.fleet_of(options, need, declared.engines), rebalance.solve(options, need), need.sessions
+
+
+def usd_per_thousand_turns(fleet: rebalance.Fleet, rates: Mapping[str, Decimal | None]) -> Decimal | None:
+    """Its price over the turns that it serves at the latency bound; None where a group's rate is not declared."""
+    turns = Decimal(0)
+    for name, engines in fleet.engines.items():
+        rate = rates[name]
+        if engines and rate is None:
+            return None
+        turns += engines * (rate or 0)
+    return fleet.usd_per_hour * 1000 / turns if turns else None
 
 
 def read_manifest(text: str) -> tuple[Json, list[Json]]:
@@ -140,7 +214,7 @@ def place(seen: Snapshot) -> dict[str, int]:
     return found
 
 
-def preview(seen: Snapshot, cluster: str) -> RunPlan:
+def preview(seen: Snapshot, cluster: str, caps: Caps = Caps()) -> RunPlan:
     prices = cost.price_table(seen.spec.prices)
     placed = place(seen) if seen.nodes is not None else None
     cap = seen.spec.budget.usd_per_hour
@@ -181,6 +255,7 @@ def preview(seen: Snapshot, cluster: str) -> RunPlan:
             )
         )
     baseline = seen.spec.baseline
+    declared, optimised, wanted = optimise(seen, caps)
     return RunPlan(
         run=seen.name,
         groups=tuple(rows),
@@ -191,6 +266,12 @@ def preview(seen: Snapshot, cluster: str) -> RunPlan:
         sessions=sum(row.sessions for row in rows),
         nodes=cluster,
         notes=tuple(_notes(seen, rows, placed)),
+        declared=declared,
+        optimised=optimised,
+        rates={
+            group.name: Decimal(turns) if (turns := group.spec.turns_per_engine_hour) else None for group in seen.groups
+        },
+        sessions_wanted=wanted,
     )
 
 
@@ -249,7 +330,28 @@ def document(plan: RunPlan) -> Json:
         "trainerUSDPerHour": cost.usd(plan.trainer_usd_per_hour),
         "baselineUSDPerHour": cost.usd(plan.baseline_usd_per_hour),
         "baselineSessions": plan.baseline_sessions,
+        "sessionsWanted": plan.sessions_wanted,
+        "declared": _fleet_document(plan, plan.declared),
+        "optimised": {
+            **_fleet_document(plan, plan.optimised),
+            "met": plan.optimised.met,
+            "proven": plan.optimised.proven,
+            "refused": plan.optimised.refused,
+            "binding": [
+                {"constraint": one.constraint, "unit": one.unit, "usdPerHour": cost.usd(one.usd_per_hour)}
+                for one in plan.optimised.binding
+            ],
+        },
         "notes": list(plan.notes),
+    }
+
+
+def _fleet_document(plan: RunPlan, fleet: rebalance.Fleet) -> Json:
+    return {
+        "engines": dict(sorted(fleet.engines.items())),
+        "sessions": fleet.sessions,
+        "usdPerHour": cost.usd(fleet.usd_per_hour),
+        "usdPerThousandTurns": cost.usd(usd_per_thousand_turns(fleet, plan.rates)),
     }
 
 
@@ -263,7 +365,7 @@ def show(plan: RunPlan) -> None:
     table = Table(title=f"RLRun {plan.run}: what would be placed, shared and paid ({plan.nodes})")
     for column in ("group", "GPU", "precision"):
         table.add_column(column)
-    for column in ("engines", "sessions", "share", "$/h"):
+    for column in ("engines", "cheapest", "sessions", "share", "$/h"):
         table.add_column(column, justify="right")
     table.add_column("why")
     for row in plan.groups:
@@ -272,6 +374,7 @@ def show(plan: RunPlan) -> None:
             row.gpu_type,
             row.precision,
             str(row.engines),
+            str(plan.optimised.engines[row.name]),
             str(row.sessions),
             f"{status.share_percent(row.share_milli)}%",
             dollars(row.usd_per_hour),
@@ -284,6 +387,16 @@ def show(plan: RunPlan) -> None:
     )
     if plan.baseline_usd_per_hour is not None:
         console.print(f"baseline ${dollars(plan.baseline_usd_per_hour)}/h for {plan.baseline_sessions} sessions")
+    for name, fleet in (("declared", plan.declared), ("cheapest within min/max", plan.optimised)):
+        per_turns = usd_per_thousand_turns(fleet, plan.rates)
+        text = "unknown" if per_turns is None else f"{per_turns:.4f}"
+        console.print(f"{name}: ${dollars(fleet.usd_per_hour)}/h, {fleet.sessions} sessions, ${text} per 1,000 turns")
+    if plan.optimised.refused:
+        console.print(f"no cheaper fleet: {plan.optimised.refused}")
+    elif not plan.optimised.met:
+        console.print(f"{plan.sessions_wanted} sessions are wanted and cannot be had:")
+    for binding in plan.optimised.binding:
+        console.print(f"binds: {binding}")
     for note in plan.notes:
         console.print(f"note: {note}")
 
@@ -291,7 +404,7 @@ def show(plan: RunPlan) -> None:
 async def cluster_nodes() -> tuple[tuple[NodeView, ...] | None, str]:
     """Nodes with what others hold on them, and where they were seen."""
     try:
-        kube = Kube(load_credentials())
+        kube = Kube(user_credentials())
     except NoClusterError:
         return None, "no cluster: every engine is assumed to find a node"
     try:
@@ -311,15 +424,16 @@ async def cluster_nodes() -> tuple[tuple[NodeView, ...] | None, str]:
         await kube.close()
 
 
-def main(file: str, output: str) -> int:
+def main(file: str, output: str, available: str = "", gpu_cap: int | None = None) -> int:
     if output not in ("table", "json"):
         print(f"motley plan: --output must be table or json, got {output!r}", file=sys.stderr)
         return 2
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
         run, late = read_manifest(text)
+        caps = parse_caps(available, gpu_cap)
         nodes, where = asyncio.run(cluster_nodes())
-        plan = preview(snapshot_of(run, late, nodes), where)
+        plan = preview(snapshot_of(run, late, nodes), where, caps)
     except (OSError, yaml.YAMLError, ManifestError) as error:
         print(f"motley plan: {error}", file=sys.stderr)
         return 1

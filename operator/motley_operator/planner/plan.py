@@ -13,7 +13,7 @@ from motley_api.resources import CapacityType
 from motley_api.resources.rlrun import GuardAction, GuardStatus, Totals
 
 from motley_operator import manifests, names
-from motley_operator.planner import budget, cost, guard, ledger, lifecycle, shares, status
+from motley_operator.planner import budget, cost, guard, ledger, lifecycle, resize, shares, status
 from motley_operator.planner.conditions import flips
 from motley_operator.planner.lifecycle import Life
 from motley_operator.planner.model import (
@@ -50,6 +50,7 @@ class Decided:
     allotment: budget.Allotment
     fleet_before: records.Fleet | None
     fleet: records.Fleet
+    resize: resize.Resize
 
 
 def plan(seen: Snapshot, now: datetime) -> Plan:
@@ -124,13 +125,26 @@ def decide(seen: Snapshot, now: datetime) -> Decided:
     )
     life = lifecycle.judge(seen, totals, guard_paused=verdict.paused, guard_message=_pause_reason(seen, verdict))
     before = fleet_before(seen)
+    sized = resized(seen, now, life, verdict, rates, prices)
+    allotment = allot(seen, life, prices, sized.targets)
     wanted = shares.fleet(
-        capacities(seen, verdict), generation=0, paused=life.state in (lifecycle.State.PAUSED, *lifecycle.STOPPED)
+        capacities(seen, verdict, allotment),
+        generation=0,
+        paused=life.state in (lifecycle.State.PAUSED, *lifecycle.STOPPED),
     )
     heard = max(
         seen.router.fleet_generation if seen.router is not None else 0,
         seen.trainer.fleet_generation if seen.trainer is not None else 0,
     )
+    fleet = shares.next_fleet(before, wanted, heard)
+    if not life.stopped:
+        allotment = resize.transaction(
+            seen,
+            allotment,
+            {group.name: asked_engines(seen, group.name) for group in seen.groups},
+            {group.name: existing_engines(seen, group.name) for group in seen.groups},
+            shifted=seen.router is None or seen.router.fleet_generation >= fleet.generation,
+        )
     return Decided(
         now=now,
         life=life,
@@ -141,9 +155,33 @@ def decide(seen: Snapshot, now: datetime) -> Decided:
         new_steps=new,
         bills=bills,
         totals=totals,
-        allotment=allot(seen, life, prices),
+        allotment=allotment,
         fleet_before=before,
-        fleet=shares.next_fleet(before, wanted, heard),
+        fleet=fleet,
+        resize=sized,
+    )
+
+
+def resized(
+    seen: Snapshot,
+    now: datetime,
+    life: Life,
+    verdict: guard.Verdict,
+    rates: Mapping[str, cost.EngineRate],
+    prices: Mapping[cost.PriceKey, Decimal],
+) -> resize.Resize:
+    cap, trainer = seen.spec.budget.usd_per_hour, trainer_usd_per_hour(seen, prices)
+    unknown = cap is not None and trainer is None  # fails closed: the cap leaves no known part to the samplers
+    return resize.judge(
+        seen,
+        now,
+        rates,
+        {group.name: existing_engines(seen, group.name) for group in seen.groups},
+        samplers_usd_per_hour=None if cap is None or trainer is None else Decimal(cap) - trainer,
+        quarantined=frozenset(
+            group.name for group in seen.groups if verdict.action(group.name) is GuardAction.QUARANTINE
+        ),
+        running=not unknown and not life.ended and life.state not in (lifecycle.State.PAUSED, *lifecycle.STOPPED),
     )
 
 
@@ -192,12 +230,21 @@ def ready_engines(seen: Snapshot, group: str) -> int:
     return sum(pod.serves for pod in seen.pods if pod.role == keys.ROLE_SAMPLER and pod.group == group)
 
 
-def capacities(seen: Snapshot, verdict: guard.Verdict | None) -> list[shares.GroupCapacity]:
+def capacities(
+    seen: Snapshot, verdict: guard.Verdict | None, allotment: budget.Allotment | None = None
+) -> list[shares.GroupCapacity]:
+    """Of ready engines; of a group that is to shrink, those that stay: its share leaves before its engines do."""
+
+    def ready(group: GroupView) -> int:
+        there = ready_engines(seen, group.name)
+        shrinks = allotment is not None and resize.movable(group.spec)
+        return min(there, allotment.replicas[group.name]) if allotment is not None and shrinks else there
+
     return [
         shares.GroupCapacity(
             name=group.name,
             view=view_of(group.spec),
-            ready_engines=ready_engines(seen, group.name),
+            ready_engines=ready(group),
             sessions_per_engine=group.spec.sessions_per_engine,
             throttled=verdict is not None and verdict.action(group.name) is GuardAction.THROTTLE,
             quarantined=verdict is not None and verdict.action(group.name) is GuardAction.QUARANTINE,
@@ -227,14 +274,16 @@ def trainer_usd_per_hour(seen: Snapshot, prices: Mapping[cost.PriceKey, Decimal]
     return None if price is None else price * trainer.nodes * trainer.gpus_per_node
 
 
-def allot(seen: Snapshot, life: Life, prices: Mapping[cost.PriceKey, Decimal]) -> budget.Allotment:
+def allot(
+    seen: Snapshot, life: Life, prices: Mapping[cost.PriceKey, Decimal], targets: Mapping[str, int]
+) -> budget.Allotment:
     if life.stopped:
         return budget.Allotment({group.name: 0 for group in seen.groups}, {})
     cap = seen.spec.budget.usd_per_hour
     wants = [
         budget.Want(
             name=group.name,
-            replicas=group.spec.replicas if usable(group) else 0,
+            replicas=targets[group.name] if usable(group) else 0,
             min_replicas=group.spec.min_replicas or 0,
             existing=existing_engines(seen, group.name),
             usd_per_engine_hour=engine_usd_per_hour(group, prices),
@@ -244,15 +293,18 @@ def allot(seen: Snapshot, life: Life, prices: Mapping[cost.PriceKey, Decimal]) -
     return budget.allot(wants, Decimal(cap) if cap is not None else None, trainer_usd_per_hour(seen, prices))
 
 
-def existing_engines(seen: Snapshot, group: str) -> int:
+def asked_engines(seen: Snapshot, group: str) -> int:
     deployment = seen.child("Deployment", group)
-    asked = int(deployment.get("spec", {}).get("replicas", 0)) if deployment is not None else 0
+    return int(deployment.get("spec", {}).get("replicas", 0)) if deployment is not None else 0
+
+
+def existing_engines(seen: Snapshot, group: str) -> int:
     pods = sum(
         pod.holds and (pod.deletion is None or pod.scheduled is not None)
         for pod in seen.pods
         if pod.role == keys.ROLE_SAMPLER and pod.group == group
     )
-    return max(asked, pods)
+    return max(asked_engines(seen, group), pods)
 
 
 # Act.
@@ -266,7 +318,7 @@ def actions(seen: Snapshot, made: Decided) -> list[Action]:
         found.append(Create(manifests.token_secret(run, seen.fresh_token)))
     wanted: list[Object] = [
         manifests.run_config_map(run, seen.spec),
-        manifests.fleet_config_map(run, made.fleet),
+        manifests.fleet_config_map(run, made.fleet, resize_data(made.resize)),
         manifests.router_service(run),
         manifests.trainer_service(run),
     ]
@@ -283,6 +335,11 @@ def actions(seen: Snapshot, made: Decided) -> list[Action]:
         found += workloads(seen, made, run, urls)
         found += pushes(seen, made, urls)
     return found
+
+
+def resize_data(sized: resize.Resize) -> dict[str, str]:
+    """Beside the fleet, and only once something was decided."""
+    return {resize.STATE_KEY: records.encode_json(sized.state).decode()} if sized.state.time else {}
 
 
 def _to_apply(seen: Snapshot, run: manifests.RunRef, manifest: Object) -> bool:

@@ -428,6 +428,9 @@ def decisions(seen: Snapshot, made: Decided) -> list[Decision]:
             found.append(Decision(time=time, what=what, why=f"{made.life.state}: {made.life.message}"[:4096]))
     for subject, action, why in made.verdict.news:
         found.append(Decision(time=time, what=f"guard: {action} {subject or 'the run'}", why=why[:4096]))
+    if made.resize.news is not None:
+        what, why = made.resize.news
+        found.append(Decision(time=time, what=what[:1024], why=why[:4096]))
     if made.allotment.short:
         old = next((item for item in seen.status.conditions if item.type == "WithinBudget"), None)
         text = "; ".join(f"{name}: {why}" for name, why in sorted(made.allotment.short.items()))

@@ -1,0 +1,256 @@
+"""Engines of groups that declare minReplicas or maxReplicas: chosen by the integer program, changed as a transaction.
+
+A decision is kept in the fleet's ConfigMap before anything moves, so that a restarted operator goes on with it. It holds for a
+group until its replicas, minReplicas or maxReplicas are edited. Then: shift (shares leave the engines that go), drain and shrink
+(once the router has heard), grow (once they are gone). Between two decisions pass `EVERY` or more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from decimal import Decimal
+
+import msgspec
+from motley_api import keys
+from motley_api.resources import GpuTypeName, SamplerGroupSpec
+
+from motley_operator import names
+from motley_operator.planner import placement, rebalance
+from motley_operator.planner.budget import Allotment
+from motley_operator.planner.cost import HOUR_S, EngineRate, usd
+from motley_operator.planner.model import GroupView, Snapshot, format_time, parse_time
+
+EVERY = timedelta(minutes=5)
+HORIZON_HOURS = Decimal(1)  # a move has to pay for itself within this
+START_HOURS = Decimal("0.25")  # an engine costs this long before it serves: image, weights, conformance
+STATE_KEY = "resize.json"
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """For one group; valid while its spec says the same."""
+
+    engines: int
+    replicas: int
+    minimum: int
+    maximum: int
+
+
+class State(msgspec.Struct, frozen=True):
+    time: str = ""  # of the last decision
+    groups: dict[str, Chosen] = {}
+
+
+@dataclass(frozen=True)
+class Resize:
+    """What every group should have, and what is new about it."""
+
+    targets: Mapping[str, int]
+    state: State
+    news: tuple[str, str] | None = None  # what, why
+
+
+def movable(spec: SamplerGroupSpec) -> bool:
+    return spec.min_replicas is not None or spec.max_replicas is not None
+
+
+def bounds(spec: SamplerGroupSpec) -> tuple[int, int]:
+    """Fewest and most engines; what is not declared is `replicas`, as far as the other allows."""
+    low, high = spec.min_replicas, spec.max_replicas
+    if low is None:
+        low = spec.replicas if high is None else min(spec.replicas, high)
+    return low, max(low, spec.replicas) if high is None else high
+
+
+def declared(spec: SamplerGroupSpec) -> int:
+    low, high = bounds(spec)
+    return min(max(spec.replicas, low), high)
+
+
+def state_of(seen: Snapshot) -> State:
+    """As it was decided last; what cannot be read is decided anew."""
+    text = (seen.child("ConfigMap", names.fleet(seen.name)) or {}).get("data", {}).get(STATE_KEY, "")
+    try:
+        return msgspec.json.decode(text, type=State) if text else State()
+    except msgspec.MsgspecError:
+        return State()
+
+
+def target(group: GroupView, state: State) -> int:
+    low, high = bounds(group.spec)
+    chosen = state.groups.get(group.name)
+    if not movable(group.spec):
+        return group.spec.replicas
+    if chosen is None or (chosen.replicas, chosen.minimum, chosen.maximum) != (group.spec.replicas, low, high):
+        return declared(group.spec)
+    return min(max(chosen.engines, low), high)
+
+
+def stuck(seen: Snapshot, group: str) -> int:
+    return sum(
+        bool(pod.unschedulable) and not pod.node and pod.exists and pod.deletion is None
+        for pod in seen.pods
+        if pod.role == keys.ROLE_SAMPLER and pod.group == group
+    )
+
+
+def held(seen: Snapshot, group: str) -> int:
+    """Engines that hold their GPUs."""
+    return sum(
+        pod.holds and pod.scheduled is not None
+        for pod in seen.pods
+        if pod.role == keys.ROLE_SAMPLER and pod.group == group
+    )
+
+
+def option(
+    group: GroupView, engines: int, rate: EngineRate, *, effective: Decimal, serves: bool, placeable: int | None
+) -> rebalance.Option:
+    spec = group.spec
+    low, high = bounds(spec) if movable(spec) else (engines, engines)
+    hourly = rate.usd_per_hour
+    return rebalance.Option(
+        name=group.name,
+        pool=(spec.gpu_type.value, spec.capacity_type.value),
+        gpus_per_engine=spec.gpus_per_engine,
+        sessions=spec.sessions_per_engine if serves else 0,
+        engines=engines,
+        minimum=low,
+        maximum=high,
+        usd_per_hour=hourly,
+        turns_per_hour=(rate.turns_per_hour or None) if serves else None,
+        effective=effective,
+        placeable=placeable,
+        start_usd=(hourly or Decimal(0)) * START_HOURS,
+        leave_usd=(hourly or Decimal(0)) * spec.drain_seconds / HOUR_S,
+    )
+
+
+def options(
+    seen: Snapshot, state: State, rates: Mapping[str, EngineRate], quarantined: frozenset[str]
+) -> list[rebalance.Option]:
+    ess = {row.name: Decimal(row.ess_percent) / 100 for row in seen.status.groups if row.ess_percent}
+    found = []
+    for group in seen.groups:
+        if group.deleting or group.error:
+            continue
+        engines, waiting = target(group, state), stuck(seen, group.name)
+        placeable = max(0, engines - waiting) if waiting else None
+        if seen.nodes is not None:
+            room = placement.availability(seen.nodes, group.spec.gpu_type, group.spec.capacity_type)
+            placeable = held(seen, group.name) + room.engines(group.spec.gpus_per_engine)
+        made = option(
+            group,
+            engines,
+            rates[group.name],
+            effective=min(Decimal(1), ess.get(group.name) or Decimal(1)),
+            serves=group.name not in quarantined,
+            placeable=placeable,
+        )
+        if not movable(group.spec) and waiting:  # asked for, and not there
+            there = max(0, engines - waiting)
+            made = replace(made, engines=there, minimum=there, maximum=there)
+        found.append(made)
+    return found
+
+
+def pools(seen: Snapshot, wanted: list[rebalance.Option]) -> dict[rebalance.Pool, int]:
+    """GPUs of each type that the run's engines hold or could have; no limit where nodes are not looked at."""
+    if seen.nodes is None:
+        return {}
+    found: dict[rebalance.Pool, int] = {}
+    for group in seen.groups:
+        pool = group.spec.gpu_type.value, group.spec.capacity_type.value
+        if pool not in found:
+            room = placement.availability(seen.nodes, GpuTypeName(pool[0]), group.spec.capacity_type)
+            found[pool] = sum(free for _, free in room.free_by_node)
+    for made in wanted:
+        found[made.pool] += held(seen, made.name) * made.gpus_per_engine
+    return found
+
+
+def effective_turns_consumed(seen: Snapshot) -> Decimal | None:
+    """Effective turns an hour that the trainer took in the remembered last steps of this attempt."""
+    last = [record for record in seen.steps if record.attempt == max(item.attempt for item in seen.steps)][-10:]
+    if len(last) < 2:
+        return None
+    seconds = last[-1].finished_unix_s - last[0].finished_unix_s
+    turns = sum(
+        group.turns * (group.ess.num / group.ess.den if group.ess.den else 1.0)
+        for record in last[1:]
+        for group in record.groups
+    )
+    return Decimal(round(turns * HOUR_S / seconds)) if seconds > 0 else None
+
+
+def judge(
+    seen: Snapshot,
+    now: datetime,
+    rates: Mapping[str, EngineRate],
+    existing: Mapping[str, int],
+    *,
+    samplers_usd_per_hour: Decimal | None,
+    quarantined: frozenset[str],
+    running: bool,
+) -> Resize:
+    """Targets as decided before, or a new decision when one is due: the run trains, the last one is done, and it is not too soon."""
+    state = state_of(seen)
+    targets = {group.name: target(group, state) for group in seen.groups}
+    may_move = [group for group in seen.groups if movable(group.spec) and not group.deleting and not group.error]
+    before = parse_time(state.time)
+    settled = all(existing[group.name] == targets[group.name] for group in may_move)
+    measured = seen.router is not None and len(seen.steps) > 0
+    if not (may_move and running and measured and settled) or (before is not None and now - before < EVERY):
+        return Resize(targets, state)
+    wanted = options(seen, state, rates, quarantined)
+    need = rebalance.Need(
+        sessions=seen.spec.rollout.sessions
+        or sum(declared(group.spec) * group.spec.sessions_per_engine for group in seen.groups),
+        turns_per_hour=effective_turns_consumed(seen) if all(one.turns_per_hour for one in wanted) else None,
+        gpus=pools(seen, wanted),
+        usd_per_hour=samplers_usd_per_hour,
+        hours=HORIZON_HOURS,
+    )
+    fleet = rebalance.solve(wanted, need)
+    stay = rebalance.fleet_of(wanted, need, {one.name: one.engines for one in wanted})
+    moved = {
+        group.name: (targets[group.name], fleet.engines[group.name])
+        for group in may_move
+        if fleet.engines[group.name] != targets[group.name]
+    }
+    if fleet.refused or not moved:
+        return Resize(targets, state)
+    chosen = {
+        group.name: Chosen(fleet.engines[group.name], group.spec.replicas, *bounds(group.spec)) for group in may_move
+    }
+    what = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in sorted(moved.items()))
+    why = (
+        f"${usd(stay.usd_per_hour)}/h for {stay.sessions} sessions -> ${usd(fleet.usd_per_hour)}/h for {fleet.sessions}, "
+        f"{need.sessions} wanted; moving costs ${usd(fleet.moving_usd)}; binding: "
+        + ("; ".join(map(str, fleet.binding[:4])) or "nothing")
+    )
+    return Resize(
+        targets | {name: new for name, (_, new) in moved.items()},
+        State(format_time(now), chosen),
+        (f"engines: {what}", why),
+    )
+
+
+def transaction(
+    seen: Snapshot, allotment: Allotment, asked: Mapping[str, int], existing: Mapping[str, int], *, shifted: bool
+) -> Allotment:
+    """Replicas of movable groups for this moment: none leaves before its share has, none comes while others leave.
+
+    asked: replicas of the Deployments now; shifted: the router has heard of the fleet without the engines that leave, or is not there
+    to place a session on them.
+    """
+    ours = [group.name for group in seen.groups if movable(group.spec)]
+    leaving = any(existing[name] > allotment.replicas[name] for name in ours)
+    replicas = dict(allotment.replicas)
+    for name in ours:
+        early = replicas[name] < asked[name] and not shifted
+        waits = replicas[name] > asked[name] and leaving and existing[name]
+        if early or waits:
+            replicas[name] = asked[name]
+    return Allotment(replicas, allotment.short)
