@@ -326,6 +326,8 @@ def _binding(
         if abs(dual) <= NOT_ZERO or option.minimum == option.maximum or (hours is None and dual > 0):
             continue
         at_low = dual > 0
+        if at_low and low == 0:
+            continue  # nobody asked for it: there are no fewer engines than none
         placed = not at_low and option.placeable is not None and high < option.maximum
         kind = f"minReplicas {low}" if at_low else f"room on nodes for {high}" if placed else f"maxReplicas {high}"
         found.append((abs(dual), Binding(f"{kind} of {option.name}", "engine", worth(dual))))
