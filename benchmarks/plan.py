@@ -99,7 +99,9 @@ def matches(seed: int) -> bool:
         return best is None and bool(found.refused)
     short, dollars = worth(options, need, dict(found.engines))
     close = abs(short - best[0]) < Decimal("0.00001")
-    return close and (best[0] > 0 or abs(dollars - best[1]) < Decimal("0.0001"))
+    return close and (
+        best[0] > 0 or abs(dollars - best[1]) <= Decimal("0.0001") + best[1] * Decimal(repr(rebalance.GAP))
+    )
 
 
 def main() -> None:

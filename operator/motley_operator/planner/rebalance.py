@@ -25,6 +25,7 @@ from typing import Any
 
 Pool = tuple[str, str]  # GPU type, capacity type
 NOT_ZERO = 1e-7  # of a dual value, in dollars over the horizon
+GAP = 1e-5  # a fleet whose dollars are this near the bound, as a share, is taken as the cheapest
 WHOLE = 1e-6  # how far from a whole number the solver may stop
 
 
@@ -249,7 +250,7 @@ def _highs(program: _Program, *, whole: bool, limit_s: float) -> _Answer | None:
     solver: Any = Quiet()
     solver.setOptionValue("threads", 1)
     solver.setOptionValue("time_limit", limit_s)
-    solver.setOptionValue("mip_rel_gap", 0.0)
+    solver.setOptionValue("mip_rel_gap", GAP)
     solver.setOptionValue("mip_abs_gap", 1e-6)
     lp: Any = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = len(program.costs), len(program.rows)
