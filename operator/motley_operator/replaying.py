@@ -59,7 +59,7 @@ def read_ledger(path: Path) -> list[records.StepRecord]:
     """Every record of a folder of step-*.json, or of a .jsonl file, in the order they happened."""
     try:
         if path.is_dir():
-            texts = [(str(file.name), file.read_bytes()) for file in sorted(path.glob("*.json"))]
+            texts = [(str(file.name), file.read_bytes()) for file in sorted(path.glob("step-*.json"))]
         else:
             lines = path.read_bytes().splitlines()
             texts = [(f"{path.name}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]

@@ -27,7 +27,8 @@ def ledger() -> list[records.StepRecord]:
 def test_a_folder_and_a_jsonl_file_replay_alike(tmp_path: Path) -> None:
     for record in ledger():
         (tmp_path / f"step-{record.step:06d}.json").write_bytes(msgspec.json.encode(record))
-    lines = tmp_path.parent / "ledger.jsonl"
+    (tmp_path / "evaluation-000000.json").write_text("{}")  # lies beside the steps
+    lines = tmp_path / "ledger.jsonl"
     lines.write_bytes(b"\n".join(map(msgspec.json.encode, reversed(ledger()))))
     assert replaying.read_ledger(tmp_path) == replaying.read_ledger(lines) == ledger()
 

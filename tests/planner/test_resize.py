@@ -171,6 +171,16 @@ def test_growth_is_limited_to_gpus_that_are_there() -> None:
     assert engines_after(run(nodes=nodes)) == {"h200-fp8": 3, "b200-nvfp4": 5}
 
 
+def test_engines_that_found_no_node_are_not_counted_on() -> None:
+    seen = run()
+    waiting = [
+        study.engine_pod("h200-fp8", 1, node="", scheduled=None, ready=False, unschedulable="0/3 nodes are available")
+    ]
+    pods = [pod for pod in seen.pods if pod.name != "h200-fp8-1"] + waiting
+    # One H200 engine is there and no more is to be had: 7 x 32 = 224 sessions are left to B200
+    assert engines_after(replace(seen, pods=tuple(pods))) == {"h200-fp8": 1, "b200-nvfp4": 7}
+
+
 def test_without_a_router_or_a_step_nothing_is_decided() -> None:
     assert engines_after(run(router=None)) == STAYS
     assert engines_after(run(steps=())) == STAYS

@@ -139,7 +139,8 @@ def options(
         placeable = max(0, engines - waiting) if waiting else None
         if seen.nodes is not None:
             room = placement.availability(seen.nodes, group.spec.gpu_type, group.spec.capacity_type)
-            placeable = held(seen, group.name) + room.engines(group.spec.gpus_per_engine)
+            fits = held(seen, group.name) + room.engines(group.spec.gpus_per_engine)
+            placeable = fits if placeable is None else min(fits, placeable)
         made = option(
             group,
             engines,
