@@ -40,7 +40,9 @@ GROUP: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def crds(api_server: Cluster) -> Cluster:
     api_server.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(ROOT / "crds"))
-    api_server.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd/rlruns.motley.dev", "crd/samplergroups.motley.dev")
+    api_server.kubectl(
+        "wait", "--for=condition=Established", "--timeout=30s", "crd/rlruns.motley.dev", "crd/samplergroups.motley.dev"
+    )
     return api_server
 
 
@@ -98,18 +100,34 @@ def test_demo_manifests_are_accepted(crds: Cluster, namespace: str) -> None:
 @pytest.mark.parametrize(
     ("body", "path", "value", "want_words"),
     [
-        pytest.param(GROUP, "spec.precision", "INT4", ["spec.precision", "INT4", '"BF16", "FP8", "NVFP4"'], id="unknown precision"),
+        pytest.param(
+            GROUP,
+            "spec.precision",
+            "INT4",
+            ["spec.precision", "INT4", '"BF16", "FP8", "NVFP4"'],
+            id="unknown precision",
+        ),
         pytest.param(GROUP, "spec.gpuType", "H100", ["NVFP4", "B200, B300"], id="NVFP4 on H100"),
-        pytest.param(RUN, "spec.samplerGroups.0.precision", "NVFP4", ["NVFP4", "B200, B300"], id="NVFP4 on H100 inline"),
+        pytest.param(
+            RUN, "spec.samplerGroups.0.precision", "NVFP4", ["NVFP4", "B200, B300"], id="NVFP4 on H100 inline"
+        ),
         pytest.param(GROUP, "spec.gpuType", "V100", ["spec.gpuType", "A100-80GB"], id="unknown GPU type"),
         pytest.param(GROUP, "metadata.name", "g" * 46, ["metadata.name", "45"], id="group name too long for its pods"),
         pytest.param(RUN, "metadata.name", "r" * 36, ["metadata.name", "35"], id="run name too long for its children"),
-        pytest.param(RUN, "spec.samplerGroups.0.name", "g" * 44, ["samplerGroups[].name", "45"], id="child name too long"),
         pytest.param(
-            RUN, "spec.prices", [{"gpuType": "H100", "usdPerGPUHour": "-3"}], ["usdPerGPUHour", "should match"], id="negative price"
+            RUN, "spec.samplerGroups.0.name", "g" * 44, ["samplerGroups[].name", "45"], id="child name too long"
+        ),
+        pytest.param(
+            RUN,
+            "spec.prices",
+            [{"gpuType": "H100", "usdPerGPUHour": "-3"}],
+            ["usdPerGPUHour", "should match"],
+            id="negative price",
         ),
         pytest.param(RUN, "spec.steps", 0, ["spec.steps", "greater than or equal to 1"], id="no steps"),
-        pytest.param(RUN, "spec.algorithm.advantage", "GroupMeanStd", ["advantage must be GroupMean"], id="std with centering"),
+        pytest.param(
+            RUN, "spec.algorithm.advantage", "GroupMeanStd", ["advantage must be GroupMean"], id="std with centering"
+        ),
     ],
 )
 def test_what_could_never_run_is_refused_at_apply(
@@ -153,38 +171,86 @@ DRIFT: dict[str, Any] = {"mode": "Drift", "drift": "0.1"}
     ("algorithm", "want_words"),
     [
         pytest.param({"clip": {}}, ["clip must be unset with scoreCentering"], id="clip with centering"),
-        pytest.param({"sequenceMask": DRIFT}, ["sequenceMask must be unset with scoreCentering"], id="sequence mask with centering"),
         pytest.param(
-            {"importanceSampling": {"level": "Sequence"}}, ["at level Token with scoreCentering"], id="sequence weight with centering"
+            {"sequenceMask": DRIFT},
+            ["sequenceMask must be unset with scoreCentering"],
+            id="sequence mask with centering",
         ),
-        pytest.param({"importanceSampling": {"mode": "VTrace"}}, ["at level Token with scoreCentering"], id="V-trace with centering"),
-        pytest.param({"maskReplay": "Disabled", "sampling": UNFILTERED}, ["topK must be set with scoreCentering"], id="no candidates"),
-        pytest.param({**UNCENTRED, "sampling": UNFILTERED}, ["topP below 1 or topK must be set with maskReplay"], id="no mask to replay"),
-        pytest.param({"sampling": {"topP": "0.9", "topK": -1}}, ["topK must be from 1 to 4096 with topP below 1"], id="unbounded sets"),
+        pytest.param(
+            {"importanceSampling": {"level": "Sequence"}},
+            ["at level Token with scoreCentering"],
+            id="sequence weight with centering",
+        ),
+        pytest.param(
+            {"importanceSampling": {"mode": "VTrace"}},
+            ["at level Token with scoreCentering"],
+            id="V-trace with centering",
+        ),
+        pytest.param(
+            {"maskReplay": "Disabled", "sampling": UNFILTERED},
+            ["topK must be set with scoreCentering"],
+            id="no candidates",
+        ),
+        pytest.param(
+            {**UNCENTRED, "sampling": UNFILTERED},
+            ["topP below 1 or topK must be set with maskReplay"],
+            id="no mask to replay",
+        ),
+        pytest.param(
+            {"sampling": {"topP": "0.9", "topK": -1}},
+            ["topK must be from 1 to 4096 with topP below 1"],
+            id="unbounded sets",
+        ),
         pytest.param({"sampling": {"topK": 0}}, ["topK must be -1"], id="top-k of nothing"),
         pytest.param({"sampling": {"topP": "0"}}, ["topP must be above 0"], id="top-p of nothing"),
         pytest.param({"sampling": {"topP": "1.1"}}, ["topP must be above 0 and at most 1"], id="top-p above one"),
         pytest.param({"sampling": {"temperature": "0"}}, ["temperature must be above 0"], id="greedy"),
-        pytest.param({"importanceSampling": {"low": "6"}}, ["0 < low < high with mode MIS"], id="MIS bounds the wrong way round"),
+        pytest.param(
+            {"importanceSampling": {"low": "6"}}, ["0 < low < high with mode MIS"], id="MIS bounds the wrong way round"
+        ),
         pytest.param({"importanceSampling": {"low": "0"}}, ["0 < low < high with mode MIS"], id="MIS from zero"),
         pytest.param({"importanceSampling": {"mode": "TIS", "high": "0"}}, ["high must be above 0"], id="TIS at zero"),
         pytest.param(
-            {**UNCENTRED, "importanceSampling": {"mode": "VTrace", "high": "0.5"}}, ["high must be at least 1"], id="V-trace below one"
+            {**UNCENTRED, "importanceSampling": {"mode": "VTrace", "high": "0.5"}},
+            ["high must be at least 1"],
+            id="V-trace below one",
         ),
         pytest.param(
-            {**UNCENTRED, "importanceSampling": {"mode": "None", "level": "Sequence"}}, ["level must be Token unless"], id="no ratio"
-        ),
-        pytest.param({**UNCENTRED, "sequenceMask": {"mode": "Drift"}}, ["drift goes with mode Drift"], id="drift without its bound"),
-        pytest.param({**UNCENTRED, "sequenceMask": {**DRIFT, "low": "0.5"}}, ["drift goes with mode Drift"], id="drift with a range"),
-        pytest.param({**UNCENTRED, "sequenceMask": {"mode": "Ratio", "low": "0.5"}}, ["low and high with modes"], id="half a range"),
-        pytest.param(
-            {**UNCENTRED, "sequenceMask": {"mode": "Geometric", "low": "2", "high": "1"}}, ["0 < low < high"], id="range reversed"
+            {**UNCENTRED, "importanceSampling": {"mode": "None", "level": "Sequence"}},
+            ["level must be Token unless"],
+            id="no ratio",
         ),
         pytest.param(
-            {**UNCENTRED, "clip": {}, "importanceSampling": {"mode": "VTrace"}}, ["clip must be unset with import"], id="V-trace clip"
+            {**UNCENTRED, "sequenceMask": {"mode": "Drift"}},
+            ["drift goes with mode Drift"],
+            id="drift without its bound",
         ),
-        pytest.param({**UNCENTRED, "clip": {"oldPolicy": "Sampler"}}, ["the ratio would count twice"], id="ratio twice"),
-        pytest.param({**UNCENTRED, "clip": {"level": "Sequence"}}, ["lossReduction must be SequenceMean"], id="GSPO over tokens"),
+        pytest.param(
+            {**UNCENTRED, "sequenceMask": {**DRIFT, "low": "0.5"}},
+            ["drift goes with mode Drift"],
+            id="drift with a range",
+        ),
+        pytest.param(
+            {**UNCENTRED, "sequenceMask": {"mode": "Ratio", "low": "0.5"}},
+            ["low and high with modes"],
+            id="half a range",
+        ),
+        pytest.param(
+            {**UNCENTRED, "sequenceMask": {"mode": "Geometric", "low": "2", "high": "1"}},
+            ["0 < low < high"],
+            id="range reversed",
+        ),
+        pytest.param(
+            {**UNCENTRED, "clip": {}, "importanceSampling": {"mode": "VTrace"}},
+            ["clip must be unset with import"],
+            id="V-trace clip",
+        ),
+        pytest.param(
+            {**UNCENTRED, "clip": {"oldPolicy": "Sampler"}}, ["the ratio would count twice"], id="ratio twice"
+        ),
+        pytest.param(
+            {**UNCENTRED, "clip": {"level": "Sequence"}}, ["lossReduction must be SequenceMean"], id="GSPO over tokens"
+        ),
         pytest.param({**UNCENTRED, "clip": {"low": "1"}}, ["low must be below 1"], id="clip at zero"),
         pytest.param({"entropyBonus": "-1"}, ["entropyBonus", "should match"], id="entropy penalty"),
     ],
@@ -210,9 +276,16 @@ def as_recipe(algorithm: dict[str, Any]) -> Any:
     [
         pytest.param({}, id="final recipe"),
         pytest.param({"importanceSampling": {"mode": "None"}}, id="score centering alone"),
-        pytest.param({"importanceSampling": {"mode": "TIS", "high": "2"}, "maskReplay": "Disabled"}, id="SC and TIS over a head"),
-        pytest.param({**UNCENTRED, "importanceSampling": {"mode": "None"}, "clip": {}, "advantage": "GroupMeanStd"}, id="GRPO"),
-        pytest.param({**UNCENTRED, "importanceSampling": {"mode": "TIS", "high": "2"}, "clip": {"high": "0.28"}}, id="DAPO and TIS"),
+        pytest.param(
+            {"importanceSampling": {"mode": "TIS", "high": "2"}, "maskReplay": "Disabled"}, id="SC and TIS over a head"
+        ),
+        pytest.param(
+            {**UNCENTRED, "importanceSampling": {"mode": "None"}, "clip": {}, "advantage": "GroupMeanStd"}, id="GRPO"
+        ),
+        pytest.param(
+            {**UNCENTRED, "importanceSampling": {"mode": "TIS", "high": "2"}, "clip": {"high": "0.28"}},
+            id="DAPO and TIS",
+        ),
         pytest.param(
             {
                 **UNCENTRED,
@@ -222,12 +295,18 @@ def as_recipe(algorithm: dict[str, Any]) -> Any:
             },
             id="GSPO against the sampler",
         ),
-        pytest.param({**UNCENTRED, "importanceSampling": {"mode": "TIS", "level": "Sequence", "high": "2"}}, id="sequence TIS"),
+        pytest.param(
+            {**UNCENTRED, "importanceSampling": {"mode": "TIS", "level": "Sequence", "high": "2"}}, id="sequence TIS"
+        ),
         pytest.param({**UNCENTRED, "importanceSampling": {"mode": "MIS", "level": "Geometric"}}, id="geometric MIS"),
         pytest.param({**UNCENTRED, "importanceSampling": {"mode": "VTrace", "high": "1"}}, id="V-trace"),
         pytest.param({**UNCENTRED, "sequenceMask": DRIFT}, id="DeepSeek-V3.2"),
-        pytest.param({**UNCENTRED, "sequenceMask": {"mode": "Geometric", "low": "0.99", "high": "1.01"}}, id="geometric mask"),
-        pytest.param({**UNCENTRED, "maskReplay": "Disabled", "sampling": UNFILTERED, "entropyBonus": "0.001"}, id="unfiltered"),
+        pytest.param(
+            {**UNCENTRED, "sequenceMask": {"mode": "Geometric", "low": "0.99", "high": "1.01"}}, id="geometric mask"
+        ),
+        pytest.param(
+            {**UNCENTRED, "maskReplay": "Disabled", "sampling": UNFILTERED, "entropyBonus": "0.001"}, id="unfiltered"
+        ),
     ],
 )
 def test_every_named_choice_is_stored_and_is_a_recipe(crds: Cluster, namespace: str, algorithm: dict[str, Any]) -> None:
@@ -245,7 +324,9 @@ def test_group_scales_through_the_scale_subresource(crds: Cluster, namespace: st
 def test_status_is_a_subresource_that_a_spec_edit_cannot_touch(crds: Cluster, namespace: str) -> None:
     assert apply(crds, namespace, changed(RUN, "status", {"step": 7})).returncode == 0
     assert "status" not in stored(crds, namespace, "rlrun", "r")
-    crds.kubectl("patch", "rlrun", "r", "-n", namespace, "--subresource=status", "--type=merge", "-p", '{"status":{"step":7}}')
+    crds.kubectl(
+        "patch", "rlrun", "r", "-n", namespace, "--subresource=status", "--type=merge", "-p", '{"status":{"step":7}}'
+    )
     assert stored(crds, namespace, "rlrun", "r")["status"]["step"] == 7
 
 
@@ -255,4 +336,15 @@ def test_table_shows_what_a_person_looks_for(crds: Cluster, namespace: str) -> N
     runs = crds.kubectl("get", "rlruns", "-n", namespace).stdout.splitlines()[0].split()
     groups = crds.kubectl("get", "samplergroups", "-n", namespace).stdout.splitlines()[0].split()
     assert runs == ["NAME", "STEP", "REWARD", "KL", "$/STEP", "SAVING%", "GROUPS", "STATUS", "AGE"]
-    assert groups == ["NAME", "GPU", "PRECISION", "ENGINES", "SHARE%", "OUT-OF-RANGE%", "VERSION", "$/MTOK", "STATUS", "AGE"]
+    assert groups == [
+        "NAME",
+        "GPU",
+        "PRECISION",
+        "ENGINES",
+        "SHARE%",
+        "OUT-OF-RANGE%",
+        "VERSION",
+        "$/MTOK",
+        "STATUS",
+        "AGE",
+    ]

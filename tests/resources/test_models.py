@@ -59,8 +59,16 @@ def test_no_label_value_names_two_types_of_a_cloud_that_tells_them_apart() -> No
 
 def test_spec_round_trips_through_json_with_its_defaults() -> None:
     spec = RLRunSpec.model_validate(
-        {"model": {"source": "m", "contextLength": 64}, "tasks": {"source": "t"}, "store": {"url": "file:///s"}, "steps": 1}
+        {
+            "model": {"source": "m", "contextLength": 64},
+            "tasks": {"source": "t"},
+            "store": {"url": "file:///s"},
+            "steps": 1,
+        }
     )
     again = RLRunSpec.model_validate(spec.to_json_dict())
     assert again == spec
-    assert spec.to_json_dict()["rollout"] == {"workers": 1, "template": {"env": [], "labels": {}, "nodeSelector": {}, "tolerations": []}}
+    assert spec.to_json_dict()["rollout"] == {
+        "workers": 1,
+        "template": {"env": [], "labels": {}, "nodeSelector": {}, "tolerations": []},
+    }

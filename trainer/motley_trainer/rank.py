@@ -16,7 +16,8 @@ import torch
 from motley_api.resources.rlrun import TrainerDtype
 from motley_weights.checkpoints import model_dir_files, read_checkpoint
 from motley_weights.names import ModelShape
-from motley_weights.store import DeltaPolicy, WeightStore
+from motley_weights.publishing import DeltaPolicy
+from motley_weights.store import WeightStore
 from torch import Tensor
 
 from motley_trainer import logs

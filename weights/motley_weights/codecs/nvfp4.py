@@ -111,7 +111,8 @@ def _packed(codes: Tensor) -> Tensor:
     words = octets[:, 0]
     for i in (1, 2, 3):
         words |= octets[:, i].bitwise_left_shift_(8 * i)
-    return words.t().contiguous().view(torch.uint8)
+    packed: Tensor = words.t().contiguous().view(torch.uint8)
+    return packed
 
 
 def unpack(packed: Tensor) -> Tensor:
