@@ -73,7 +73,7 @@ def test_settings_come_from_the_runs_spec(model: Path, tasks: Path, tmp_path: Pa
     settings = settings_from(environment(spec, "http://127.0.0.1:1/", tmp_path))
     assert settings.sessions == 13  # 50 / 4, rounded up
     assert (settings.sampling.top_p, settings.sampling.top_k, settings.sampling.filtered) == (0.97, 64, True)
-    assert (settings.episode.turns, settings.episode.context_tokens) == (6, 4000)
+    assert (settings.episode.turns, settings.episode.context_tokens) == (8, 4000)
     assert (settings.sandbox.output_bytes, settings.sandbox.memory_bytes) == (256, 512 << 20)
     assert settings.router_url == "http://127.0.0.1:1"
 
