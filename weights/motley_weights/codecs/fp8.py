@@ -38,7 +38,9 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
         rows = weight[start : start + band]
         padded = _padded(rows)
         scale = _scales(padded, values)
-        quotients = values[: padded.shape[0]].copy_(padded).unflatten(0, (-1, BLOCK))  # [row blocks, 128, columns]
+        quotients = (
+            values[: padded.shape[0]].copy_(padded).view(-1, BLOCK, padded.shape[1])
+        )  # [row blocks, 128, columns]
         quotients.div_(scale.repeat_interleave(BLOCK, dim=1).unsqueeze(1))
         # A scale that was rounded down leaves quotients a hair above 448, which is what they are rounded to.
         codes[start : start + band] = values[: rows.shape[0], :k]
@@ -54,8 +56,8 @@ def _scales(padded: Tensor, spare: Tensor) -> Tensor:
     word = torch.int16 if padded.dtype == torch.bfloat16 else torch.int32
     magnitudes = spare.view(-1).view(word)[: padded.numel()].view(padded.shape)
     torch.bitwise_and(padded.view(word), torch.iinfo(word).max, out=magnitudes)
-    tallest = magnitudes.unflatten(0, (-1, BLOCK)).amax(dim=1)  # of each column in its row block
-    amax = tallest.unflatten(1, (-1, BLOCK)).amax(dim=2).view(padded.dtype).to(torch.float32)
+    tallest = magnitudes.view(-1, BLOCK, padded.shape[1]).amax(dim=1)  # of each column in its row block
+    amax = tallest.view(tallest.shape[0], -1, BLOCK).amax(dim=2).view(padded.dtype).to(torch.float32)
     return torch.where(amax == 0, 1.0, (amax / E4M3_MAX).clamp_(min=_SCALE_MIN))
 
 

@@ -107,7 +107,7 @@ def _round(values: Tensor, codes: Tensor, spare: Tensor) -> None:
 
 def _packed(codes: Tensor) -> Tensor:
     """Codes int32 [2, 8, blocks], by parity, which are lost -> uint8 [blocks, 8], the even element in the low half."""
-    octets = codes[0].bitwise_or_(codes[1].bitwise_left_shift_(4)).unflatten(0, (2, 4))
+    octets = codes[0].bitwise_or_(codes[1].bitwise_left_shift_(4)).view(2, 4, -1)
     words = octets[:, 0]
     for i in (1, 2, 3):
         words |= octets[:, i].bitwise_left_shift_(8 * i)
