@@ -85,7 +85,7 @@ def accumulate(
         shard = parallel.vocab_shard(engine.shape.vocabulary)
         losses_N, stats = token_losses(logits, microbatch.trained, recipe.objective, shard=shard, overwrite_logits=True)
         weighted_N = losses_N * microbatch.coefficients_N
-        engine.scaled(weighted_N.sum()).backward()  # type: ignore[no-untyped-call]
+        engine.scaled(weighted_N.sum()).backward()
         table.add(weighted_N.detach(), stats, microbatch.sequence_N, recipe)
     table.sums = sum_over_data(table.sums.to(shims.device())).cpu()
     return table
