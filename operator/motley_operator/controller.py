@@ -18,7 +18,7 @@ from motley_operator.cache import WATCHED, Cache, RunKey
 from motley_operator.kube import ApiError, Kube
 from motley_operator.measure import RunMemory, Telemetry
 from motley_operator.metrics import Metrics
-from motley_operator.planner import ledger, status
+from motley_operator.planner import guard, ledger, status
 from motley_operator.planner.conditions import RUN_CONDITIONS, Finding, flips, merge
 from motley_operator.planner.lifecycle import job_condition
 from motley_operator.planner.model import EventOut, NodeView, Plan, Settings, Snapshot
@@ -198,9 +198,8 @@ class Controller:
             memory.router = memory.trainer = None
             memory.router_error = memory.trainer_error = "no pod is ready"
             return
-        await self.telemetry.look(
-            memory, urls.router, urls.trainer, early=seen.spec.guard.early_steps, counted=ledger.cursor(seen.status)
-        )
+        early = guard.LONGEST_RAMP_STEPS + seen.spec.guard.early_steps
+        await self.telemetry.look(memory, urls.router, urls.trainer, early=early, counted=ledger.cursor(seen.status))
 
     async def _failed_creates(self, seen: Snapshot, memory: RunMemory) -> None:
         """A Job's status does not say that its pods are refused, by a quota say; its events do."""

@@ -138,7 +138,7 @@ def step(
         "entropy": records.Ratio(0.8, 1.0),
         "grad_norm": 0.2,
         "loss": 0.1,
-        "lag": records.Ratio(4.0, 1.0),
+        "lag": records.Ratio(min(4.0, (number - 1) / 2), 1.0),  # no staler than half the run: not the guard's ramp
         "groups": list(groups),
     }
     return records.StepRecord(**(values | more))

@@ -87,6 +87,29 @@ def test_nothing_is_judged_before_the_early_level_is_known() -> None:
     assert [verdict.healthy for verdict in verdicts] == [None] * 4
 
 
+def test_mismatch_that_grows_because_samples_grow_stale_raises_nothing() -> None:
+    """As recorded in the study's miniature: no lag at first, about 4 steps from step 6 on, and 80 times the KL."""
+    lags = [0, 1, 1.9, 2.6, 3, *([4.1] * 25)]
+    kls = [0.0017, 0.0034, 0.019, 0.024, 0.048, *([0.13] * 25)]
+    steps = [
+        study.step(number, kl=kl, lag=records.Ratio(lag, 1.0))
+        for number, (kl, lag) in enumerate(zip(kls, lags, strict=True), 1)
+    ]
+    verdicts = follow(steps, Guard())
+    assert all(verdict.status.action is None for verdict in verdicts)
+    # the ramp: 2 x 4.1 > step - 1 up to step 9; the early level is steps 10 to 14
+    assert [verdict.healthy for verdict in verdicts][12:14] == [None, True]
+    grown = [*steps, *(study.step(number, kl=0.4, lag=records.Ratio(4.1, 1.0)) for number in range(31, 33))]
+    assert first_step(follow(grown, Guard()), GuardAction.WARN) == 32  # .4 >= 3 x .13, twice
+
+
+def test_a_ramp_without_end_ends() -> None:
+    steps = [study.step(number, kl=0.01, lag=records.Ratio(number - 1.0, 1.0)) for number in range(1, 40)]
+    verdicts = follow(steps, Guard())
+    # 32 steps of ramp at most, then 5 of early level
+    assert [verdict.healthy for verdict in verdicts][35:37] == [None, True]
+
+
 def test_the_tail_ratio_of_an_uncorrected_run_pauses_it_within_a_few_steps() -> None:
     """The study's SC alone: 1.2 -> 52 from step 33 on, noticed by a person nine hours later."""
     tails = [1.2] * 32 + [1.2 + 2.4 * number for number in range(1, 20)]

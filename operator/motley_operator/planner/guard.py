@@ -1,7 +1,9 @@
 """Growth of the mismatch between samplers and trainer, and what to do about it.
 
 What predicts a collapse is that the mismatch grows, not that it is large: a mixed fleet's KL is a few times a homogeneous one's
-with the same result. So every signal is compared with its own early level, the mean over the first `earlySteps` steps.
+with the same result. So every signal is compared with its own early level, the mean over the first `earlySteps` steps after the
+ramp: an asynchronous run starts without lag, and while its samples become as stale as they will be, the mismatch grows manyfold
+whatever the policy does.
 
 Steps in a row above a threshold (`patienceSteps` = p) lead to
     a group:  p: throttled (half its share)   2p: quarantined (no sessions, its samples are refused)
@@ -20,6 +22,10 @@ from statistics import fmean
 from motley_api import records
 from motley_api.resources.rlrun import Guard, GuardAction, GuardStatus
 
+# A step belongs to the ramp while its samples are older, on average, than half of the steps done before it (at a mean lag of 4: up to
+# step 8), for at most so many steps.
+LONGEST_RAMP_STEPS = 32
+
 ORDER = (GuardAction.WARN, GuardAction.THROTTLE, GuardAction.QUARANTINE, GuardAction.PAUSE)
 
 
@@ -33,6 +39,11 @@ class Level:
     out_of_range: float | None = None  # share of tokens, 0..1
     entropy: float | None = None
     format_errors: float | None = None  # share of episodes that ended by them, 0..1
+    lag: float | None = None  # steps between the samples' weights and the step's
+
+    @property
+    def ramping(self) -> bool:
+        return self.lag is not None and 2 * self.lag > self.step - 1
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,7 @@ def _of_group(record: records.StepRecord, group: records.GroupStep) -> Level:
         out_of_range=mean(group.out_of_range),
         entropy=mean(group.entropy),
         format_errors=group.format_error_ends / episodes if episodes else None,
+        lag=mean(group.lag),
     )
 
 
@@ -78,6 +90,7 @@ def series(steps: Iterable[records.StepRecord]) -> Series:
                 out_of_range=mean(record.out_of_range),
                 entropy=mean(record.entropy),
                 format_errors=mean(record.format_error_ends),
+                lag=mean(record.lag),
             )
             for record in ordered
         ),
@@ -116,7 +129,7 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Early:
-    """The level that a series started from: means over its first steps."""
+    """The level that a series started from: means over its first steps after the ramp."""
 
     kl: float | None
     tail_ratio: float | None
@@ -126,10 +139,11 @@ class Early:
 
 
 def early(levels: Sequence[Level], steps: int) -> Early | None:
-    """None until `steps` steps were seen: without an early level nothing can have grown."""
-    if len(levels) < steps:
+    """None until `steps` steps were seen after the ramp: without an early level nothing can have grown."""
+    ramp = max((place for place, level in enumerate(levels[:LONGEST_RAMP_STEPS], 1) if level.ramping), default=0)
+    first = levels[ramp : ramp + steps]
+    if len(first) < steps:
         return None
-    first = levels[:steps]
 
     def of(values: Iterable[float | None]) -> float | None:
         known = [value for value in values if value is not None]
