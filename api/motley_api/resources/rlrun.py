@@ -347,9 +347,9 @@ class Trainer(Model):
     ] = 8
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     expert_parallel: Annotated[int, Field(ge=1, le=256)] = 1
-    dtype: Annotated[TrainerDtype, Field(description="dtype: BF16, FP16 (with loss scaling), or FP32 on CPUs. Default: BF16.")] = (
-        TrainerDtype.BF16
-    )
+    dtype: Annotated[
+        TrainerDtype, Field(description="dtype: BF16, FP16 (with loss scaling), or FP32 on CPUs. Default: BF16.")
+    ] = TrainerDtype.BF16
     template: PodOverrides = PodOverrides()
 
 
