@@ -83,7 +83,7 @@ def arithmetic_for(gpu_type: str, kv_cache_precision: str, *, fp32_head: bool = 
 
 def split(x: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
     """torch's unflatten, which has no types."""
-    found: Tensor = x.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
+    found: Tensor = x.unflatten(dim, sizes)
     return found
 
 
