@@ -8,7 +8,7 @@ want=$(cat requirements-sglang.txt hack/setup-sglang.sh | cksum)
 if [ "$(cat .venv-sglang/.motley-setup 2>/dev/null)" != "$want" ]; then
   say "installing SGLang into .venv-sglang (about 10 GB unpacked) ..."
   .venv/bin/uv venv --quiet --allow-existing --python .venv/bin/python .venv-sglang
-  .venv/bin/uv pip sync --quiet --python .venv-sglang/bin/python --require-hashes requirements-sglang.txt
+  .venv/bin/uv pip sync --quiet --compile-bytecode --python .venv-sglang/bin/python --require-hashes requirements-sglang.txt
   echo "$want" > .venv-sglang/.motley-setup
   say "SGLang is ready"
 fi

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# Bytecode is compiled here, once: pods must not write it, and thirteen of them would compile torch at every start.
 # Makes .venv with everything that the demo and the tests need, and says what it is doing. Quick when nothing changed.
 # PYTHON=/path/to/python overrides the interpreter (3.12 or 3.13).
 set -euo pipefail
@@ -38,8 +39,8 @@ if [ "$(cat .venv/.motley-setup 2>/dev/null)" != "$want" ] || ! .venv/bin/python
     say "installing uv, which installs the rest"
     .venv/bin/python -m pip install --quiet --disable-pip-version-check uv
   fi
-  say "installing pinned dependencies (torch's Linux wheels are about 5 GB unpacked: half a minute to several minutes) ..."
-  .venv/bin/uv pip sync --quiet --python .venv/bin/python --require-hashes requirements.txt
+  say "installing pinned dependencies and compiling them (torch's Linux wheels are about 5 GB unpacked: one to several minutes) ..."
+  .venv/bin/uv pip sync --quiet --compile-bytecode --python .venv/bin/python --require-hashes requirements.txt
   .venv/bin/uv pip install --quiet --python .venv/bin/python uv
   .venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps --editable .
   echo "$want" > .venv/.motley-setup
