@@ -168,6 +168,30 @@ def compare(config: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def compare_folder(folder: Path) -> dict[str, float]:
+    """A real checkpoint: loaded by us into Megatron, and by transformers itself."""
+    from transformers import AutoModelForCausalLM
+
+    checkpoint = read_checkpoint(folder)
+    shape = names.ModelShape.from_hf_config(checkpoint.config)
+    tokens = torch.randint(0, shape.vocabulary, (1, TOLERANCE_TOKENS), generator=torch.Generator().manual_seed(5))
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        want = reference(tokens).logits
+    del reference
+    model = build_megatron(shape)
+    problems = model.load_state_dict(
+        names.from_hf(shape, {name: t.float() for name, t in checkpoint.tensors.items()}), strict=False
+    )
+    got = megatron_logits(model, tokens)
+    return {
+        "transformers": (want - got).abs().max().item(),
+        "spread": want.std().item(),
+        "unloaded": len([key for key in problems.missing_keys if "_extra_state" not in key])
+        + len(problems.unexpected_keys),
+    }
+
+
 def fp8_difference() -> float:
     """Between this project's and transformers' values of the golden FP8 file."""
     from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
@@ -188,5 +212,8 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     prepare_megatron()
+    if len(sys.argv) > 1:
+        print(json.dumps(compare_folder(Path(sys.argv[1]))))
+        sys.exit()
     results = {name: compare({**SIZES, **config}) for name, config in MODELS.items()}
     print(json.dumps({**results, "fp8": {"transformers": fp8_difference()}}))
