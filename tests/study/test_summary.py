@@ -26,7 +26,7 @@ def record(step: int, reward: float, **changes: object) -> StepRecord:
         "entropy": Ratio(200.0, 1000.0),
         "grad_norm": 0.1,
         "loss": 0.0,
-        "lag": Ratio(4.0, 1.0),
+        "lag": Ratio(min(4.0, (step - 1) / 2), 1.0),  # no staler than half the run: not the guard's ramp
         "groups": [],
     }
     return StepRecord(**(fields | changes))  # type: ignore[arg-type]
