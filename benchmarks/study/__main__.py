@@ -37,9 +37,7 @@ def main() -> None:
     parser.add_argument("--arm", default="", help=f"comma-separated, of {', '.join(known)}; default: all")
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated (default: 0,1,2)")
     parser.add_argument("--out", type=Path, default=ROOT / "build/study", help="ledgers (default: build/study)")
-    parser.add_argument(
-        "--docs", type=Path, default=ROOT / "docs", help="where study.md, plots and CSVs go; '' for nowhere"
-    )
+    parser.add_argument("--docs", default=str(ROOT / "docs"), help="where study.md, plots and CSVs go; '' for nowhere")
     args = parser.parse_args()
     chosen = [name for name in args.arm.split(",") if name] or list(known)
     if unknown := [name for name in chosen if name not in known]:
@@ -50,8 +48,8 @@ def main() -> None:
         for name in chosen:
             run_once(known[name], seed, settings, args.out)
     runs = report.load(args.out, known, seeds)
-    if str(args.docs):
-        report.write(runs, args.docs, settings)
+    if args.docs:
+        report.write(runs, Path(args.docs), settings)
     print(json.dumps(report.result(runs)), flush=True)
 
 
