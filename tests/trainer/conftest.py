@@ -38,13 +38,13 @@ def engine_of(one_process, tmp_path):
     from motley_weights.names import ModelShape
     from trainer.kit import write_model
 
-    def make(*, clip: float = 1.0, rate: float = 1e-3, **config):
+    def make(*, clip: float = 1.0, rate: float = 1e-3, dtype=torch.float32, **config):
         checkpoint = read_checkpoint(write_model(tmp_path / "model", **config))
         engine = Engine(
             ModelShape.from_hf_config(checkpoint.config),
             one_process,
             AdamSettings(rate, 0.9, 0.98, 1e-8, 0.0, clip),
-            dtype=torch.float32,
+            dtype=dtype,
             context_length=128,
         )
         engine.load_weights(checkpoint.tensors)

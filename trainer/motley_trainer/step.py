@@ -7,10 +7,18 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from motley_api.records import EndedBy, GroupStep, Ratio, StepRecord
+from torch import Tensor
 
-from motley_trainer.batches import Sequence, build_microbatch, build_sequences, plan_microbatches, share_of_rank
+from motley_trainer.batches import (
+    Microbatch,
+    Sequence,
+    build_microbatch,
+    build_sequences,
+    plan_microbatches,
+    share_of_rank,
+)
 from motley_trainer.buffer.batch import Batch
-from motley_trainer.losses import token_losses
+from motley_trainer.losses import Objective, TokenStats, token_losses, token_losses_from_hidden
 from motley_trainer.megatron import shims
 from motley_trainer.megatron.engine import Engine
 from motley_trainer.megatron.parallel import all_agree, sum_over_data
@@ -81,14 +89,22 @@ def accumulate(
             length=max(lengths[place] for place in plan),
             device=shims.device(),
         )
-        logits = engine.logits(microbatch.tokens)
-        shard = parallel.vocab_shard(engine.shape.vocabulary)
-        losses_N, stats = token_losses(logits, microbatch.trained, recipe.objective, shard=shard, overwrite_logits=True)
+        losses_N, stats = _token_losses(engine, microbatch, recipe.objective)
         weighted_N = losses_N * microbatch.coefficients_N
         engine.scaled(weighted_N.sum()).backward()
         table.add(weighted_N.detach(), stats, microbatch.sequence_N, recipe)
     table.sums = sum_over_data(table.sums.to(shims.device())).cpu()
     return table
+
+
+def _token_losses(engine: Engine, microbatch: Microbatch, objective: Objective) -> tuple[Tensor, TokenStats]:
+    """Under mask replay only the candidates' logits are ever made."""
+    shard = engine.parallel.vocab_shard(engine.shape.vocabulary)
+    if objective.replay:
+        hidden_RH, weight_VH = engine.hidden(microbatch.tokens)
+        return token_losses_from_hidden(hidden_RH, weight_VH, microbatch.trained, objective, shard=shard)
+    logits_RV = engine.logits(microbatch.tokens)
+    return token_losses(logits_RV, microbatch.trained, objective, shard=shard, overwrite_logits=True)
 
 
 def blame(engine: Engine, sequences: Many[Sequence], recipe: Recipe, *, max_tokens: int) -> tuple[str, ...]:

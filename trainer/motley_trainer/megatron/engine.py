@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from motley_weights.names import ModelShape, from_hf, to_hf
 from torch import Tensor
@@ -136,13 +139,25 @@ class Engine:
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
 
-    def logits(self, tokens_BS: Tensor) -> Tensor:
-        """[B * S, local vocabulary], rows in reading order; padding of the vocabulary is cut off."""
+    def hidden(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """(states [B * S, H] that go into the output layer, its weight [local vocabulary, H]), in the model's dtype. Rows in
+        reading order; padding of the vocabulary is cut off. Every rank of the tensor group holds all states, and must put
+        the whole of their gradient in."""
         batch, length = tokens_BS.shape
         positions_BS = torch.arange(length, device=tokens_BS.device)[None].expand(batch, -1)
-        logits: Tensor = self._ddp(tokens_BS, positions_BS, None)
-        columns = self.parallel.vocab_shard(self.shape.vocabulary).size
-        return logits.reshape(batch * length, -1)[:, :columns]
+        options = {} if self.dtype is torch.float32 else {"fp32_output": False}
+        states_BSH: Tensor = self._ddp(tokens_BS, positions_BS, None, output_processor=_before_output_layer, **options)
+        weight_VH = (
+            self._bare.shared_embedding_or_output_weight() if self.shape.tied else self._bare.output_layer.weight
+        )
+        rows = self.parallel.vocab_shard(self.shape.vocabulary).size
+        return states_BSH.flatten(0, 1), weight_VH if rows == weight_VH.shape[0] else weight_VH[:rows]
+
+    def logits(self, tokens_BS: Tensor) -> Tensor:
+        """[B * S, local vocabulary], in the model's dtype. Not Megatron's own, which come with a transposed copy, another
+        in float32, and a gradient for each."""
+        hidden_RH, weight_VH = self.hidden(tokens_BS)
+        return F.linear(copy_to_tensor_model_parallel_region(hidden_RH), weight_VH)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """What to call backward() on: under FP16 the loss times a scale that keeps small gradients above zero."""
@@ -189,6 +204,13 @@ class Engine:
     def load_state(self, state: dict[str, Any]) -> None:
         self._bare.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
+
+
+def _before_output_layer(*, hidden_states: Tensor, config: TransformerConfig, **_: Any) -> Tensor:
+    """GPTModel's output_processor: [S or this rank's part of it, B, H] to [B, S, H]."""
+    if config.sequence_parallel:
+        hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+    return hidden_states.transpose(0, 1)
 
 
 def _gathered(tensor: Tensor, group: Any) -> list[Tensor]:
