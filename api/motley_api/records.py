@@ -13,6 +13,10 @@ import enum
 import msgspec
 
 
+# Upper bounds of EngineState.turn_latency_counts, in seconds; one more bucket is open.
+TURN_LATENCY_BOUNDS_S = (0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 90.0, 120.0, 240.0)
+
+
 class EndedBy(enum.StrEnum):
     """Why an episode stopped."""
 
@@ -136,6 +140,9 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     generated_tokens: int = 0
     busy_s: float = 0.0  # seconds with at least one request running
+    # Turns by how long they took, from request to last token, queueing and prefill included: one count for each bucket of
+    # TURN_LATENCY_BOUNDS_S and one for slower ones; empty before the first.
+    turn_latency_counts: list[int] = []
     # Conformance of the version in `version`: canary KL and largest log-prob difference against a clean load of the view.
     canary_max_abs_diff: float | None = None
     logprob_mode: str = "Unknown"  # AfterFilter | AfterTemperature | BeforeTemperature | Unknown
@@ -149,6 +156,7 @@ class GroupShare(msgspec.Struct, frozen=True, kw_only=True):
     capacity_sessions: int  # ready engines x sessions per engine, declared or measured
     share_milli: int  # of new sessions; all shares sum to 1000 or to 0; 0 = no new sessions
     quarantined: bool = False  # its samples are refused by the trainer, too
+    sessions_per_engine: int = 0  # most that one engine is given, as measured; 0: what the engine says itself
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
