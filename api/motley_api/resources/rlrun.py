@@ -419,6 +419,22 @@ class Rollout(Model):
     workers: Annotated[
         int, Field(ge=1, le=1000, description="workers: rollout pods that share the sessions. Default: 1.")
     ] = 1
+    turn_latency_seconds: Annotated[
+        Seconds,
+        Field(
+            description="turnLatencySeconds: an engine's capacity is the sessions that it serves while nine of ten turns take"
+            " less, queueing included. Default: 10."
+        ),
+    ] = 10
+    minimum_capacity_percent: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=100,
+            description="minimumCapacityPercent: of the sessions that all groups together declare; before the first step no"
+            " session starts while ready engines serve less. Default: 0, the run starts with the groups that are there.",
+        ),
+    ] = 0
     template: PodOverrides = PodOverrides()
 
 
@@ -502,6 +518,17 @@ class Baseline(Model):
                 ge=1,
                 le=100_000_000,
                 description="turnsPerEngineHour: of one of its engines at the latency bound. Default: measured from the run.",
+            ),
+        ]
+        | None
+    ) = None
+    gpus: (
+        Annotated[
+            int,
+            Field(
+                ge=0,
+                le=1_000_000,
+                description="gpus: most GPUs that the run's pods may hold, the trainer's included. Default: no cap.",
             ),
         ]
         | None
@@ -642,7 +669,40 @@ class GroupStatus(Model):
     engines: CountOrZero = 0
     ready: CountOrZero = 0
     capacity_sessions: CountOrZero = 0
-    capacity_source: Annotated[str, Field(json_schema_extra={"enum": ["Declared", "Measured"]})] = "Declared"
+    capacity_source: Annotated[
+        str,
+        Field(
+            description="capacitySource: Declared until an engine of the group was seen near its declared sessions.",
+            json_schema_extra={"enum": ["Declared", "Measured"]},
+        ),
+    ] = "Declared"
+    sessions_per_engine: (
+        Annotated[DecimalString, Field(description="sessionsPerEngine: that an engine serves at the latency bound.")]
+        | None
+    ) = None
+    declared_sessions_per_engine: (
+        Annotated[CountOrZero, Field(description="declaredSessionsPerEngine: what the measurement began with.")] | None
+    ) = None
+    measured_until: (
+        Annotated[
+            str,
+            Field(
+                description="measuredUntil: load up to here is in sessionsPerEngine.",
+                json_schema_extra={"format": "date-time"},
+            ),
+        ]
+        | None
+    ) = None
+    tokens_per_engine_second: (
+        Annotated[DecimalString, Field(description="tokensPerEngineSecond: generated, as last measured under load.")]
+        | None
+    ) = None
+    turn_seconds: (
+        Annotated[
+            DecimalString, Field(description="turnSeconds: nine of ten turns took less, as last measured under load.")
+        ]
+        | None
+    ) = None
     share_percent: DecimalString = "0"
     samples: Total = 0
     kl: DecimalString | None = None
