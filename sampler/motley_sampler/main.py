@@ -31,9 +31,15 @@ async def serve(agent: Agent) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, agent.leave)
-    beating = asyncio.create_task(heartbeat.run(agent))
+    leaving = asyncio.Event()
+    beating = asyncio.create_task(heartbeat.run(agent, leaving))
+
+    async def goodbye() -> None:
+        leaving.set()
+        await asyncio.wait([beating])
+
     try:
-        return await agent.run()
+        return await agent.run(goodbye)
     finally:
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)

@@ -13,9 +13,14 @@ from agent.rig import TOKEN, Clock, Rig, publish
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from engine import tiny
-from motley_api.records import EngineState
+from motley_api.records import EngineState, Fleet, GroupShare
 from motley_sampler.agent import heartbeat
+from motley_sampler.agent.agent import EXIT_GAVE_UP
 from motley_sampler.agent.sessions import SessionBook
+from motley_sampler.main import serve
+from motley_sampler.router.server import Router as RealRouter
+from motley_sampler.router.server import Settings as RouterSettings
+from motley_sampler.router.server import build_app
 
 
 class Router:
@@ -23,12 +28,19 @@ class Router:
 
     def __init__(self) -> None:
         self.states: list[EngineState] = []
+        self.heard: list[str] = []  # methods, in order
         app = web.Application()
-        app.add_routes([web.put("/v1/engines/{id}", self._put)])
+        app.add_routes([web.put("/v1/engines/{id}", self._put), web.delete("/v1/engines/{id}", self._delete)])
         self.server = TestServer(app)
+
+    async def _delete(self, request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == f"Bearer {TOKEN}"
+        self.heard.append(f"DELETE {request.match_info['id']}")
+        return web.Response(status=204)
 
     async def _put(self, request: web.Request) -> web.Response:
         assert request.headers["Authorization"] == f"Bearer {TOKEN}"
+        self.heard.append("PUT")
         self.states.append(msgspec.json.decode(await request.read(), type=EngineState))
         assert self.states[-1].id == request.match_info["id"]
         return web.Response()
@@ -148,6 +160,80 @@ async def test_a_drain_ends_at_its_deadline_whatever_still_runs(make_rig: Callab
     assert await asyncio.wait_for(running, 30) == 0
     assert (await (await stuck).json())["meta_info"]["finish_reason"]["type"] == "abort"
     await client.close()
+
+
+async def test_a_drained_agent_says_goodbye_after_its_last_heartbeat_and_before_its_engine_stops(
+    make_rig: Callable[..., Rig], monkeypatch: Any
+) -> None:
+    router = Router()
+    await router.server.start_server()
+    rig = make_rig(router_url=str(router.server.make_url("")).rstrip("/"), port=0)
+    publish(rig, 1)
+    stopped: list[list[str]] = []  # what the router had heard by then
+    stop = rig.engine.stop
+
+    async def stopping() -> None:
+        stopped.append(list(router.heard))
+        await stop()
+
+    monkeypatch.setattr(rig.engine, "stop", stopping)
+    serving = asyncio.create_task(serve(rig.agent))
+    await tiny.until(lambda: bool(router.states) and router.states[-1].ready)
+    rig.agent.leave()
+    assert await asyncio.wait_for(serving, 30) == 0
+    assert router.heard[-1] == "DELETE run-h100-0"
+    assert router.heard.count("PUT") == len(router.heard) - 1
+    assert stopped == [router.heard]
+    await router.server.close()
+
+
+async def test_leaving_does_not_wait_for_a_router_that_is_gone(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(router_url="http://127.0.0.1:9", port=0)
+    publish(rig, 1)
+    serving = asyncio.create_task(serve(rig.agent))
+    await tiny.until(lambda: rig.state.ready)
+    rig.agent.leave()
+    assert await asyncio.wait_for(serving, 30) == 0
+
+
+async def test_an_agent_that_gives_up_says_goodbye_too(make_rig: Callable[..., Rig], monkeypatch: Any) -> None:
+    rig = make_rig()
+    publish(rig, 1)
+    monkeypatch.setattr(rig.engine, "failed", lambda: "out of memory")
+    said: list[str] = []
+
+    async def goodbye() -> None:
+        said.append("goodbye")
+
+    assert await asyncio.wait_for(rig.agent.run(goodbye), 30) == EXIT_GAVE_UP
+    assert said == ["goodbye"]
+
+
+async def test_sessions_of_a_drained_engine_move_at_once_with_no_timeout_having_passed(
+    make_rig: Callable[..., Rig],
+) -> None:
+    """The real router, whose clock stands still: what moves is moved by the goodbye."""
+    router = RealRouter(RouterSettings(token=TOKEN), clock=Clock())
+    server = TestServer(build_app(router))
+    await server.start_server()
+    rig = make_rig(router_url=str(server.make_url("")).rstrip("/"), port=0)
+    publish(rig, 1)
+    serving = asyncio.create_task(serve(rig.agent))
+    await tiny.until(lambda: rig.settings.engine_id in router.table.engines and rig.state.ready)
+    await tiny.until(lambda: router.table.engines[rig.settings.engine_id].state.ready)
+    share = GroupShare(name="run-h100", view="bf16", capacity_sessions=8, share_milli=1000)
+    router.table.set_fleet(Fleet(generation=1, groups=[share]))
+    lease = router.place("s", min_version=0, ttl_s=30)
+    assert lease.engine == rig.settings.engine_id
+    other = msgspec.structs.replace(rig.state, id="run-h100-1", url="http://127.0.0.1:8")
+    router.table.hear(other, now_s=router.clock())
+    rig.agent.leave()
+    assert await asyncio.wait_for(serving, 30) == 0
+    moved = router.table.lease("s")
+    assert moved is not None
+    assert (moved.group, moved.engine) == ("run-h100", "run-h100-1")
+    assert list(router.table.engines) == ["run-h100-1"]
+    await server.close()
 
 
 def test_the_session_book_is_bounded_and_forgets_the_oldest() -> None:

@@ -162,6 +162,8 @@ class World:
     refuse_leases: int = 0
     lost: set[str] = field(default_factory=set)
     ended: list[str] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)  # sessions that the engine was told to forget
+    complaints: list[dict[str, str]] = field(default_factory=list)  # queries of renewals
     renewals: int = 0
     ttl_s: float = 30.0
     # The trainer.
@@ -208,6 +210,7 @@ class World:
                 web.post("/v1/sessions", self._lease),
                 web.put("/v1/sessions/{session}", self._renew),
                 web.delete("/v1/sessions/{session}", self._end),
+                web.delete("/motley/sessions/{session}", self._close),
                 web.get("/v1/status", self._status),
                 web.post("/v1/work", self._work),
                 web.post("/v1/trajectories", self._trajectories),
@@ -235,6 +238,7 @@ class World:
         lease = msgspec.json.decode(await request.read(), type=Lease)
         assert request.match_info["session"] == lease.session
         self.renewals += 1
+        self.complaints.append(dict(request.query))
         if lease.session in self.lost:
             return web.json_response({"reason": "SessionLost"}, status=404)
         moved = msgspec.structs.replace(lease, engine=self.next_engine, url=self.engine_url)
@@ -242,6 +246,11 @@ class World:
 
     async def _end(self, request: web.Request) -> web.Response:
         self.ended.append(request.match_info["session"])
+        return web.Response(status=204)
+
+    async def _close(self, request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == f"Bearer {TOKEN}"
+        self.closed.append(request.match_info["session"])
         return web.Response(status=204)
 
     async def _status(self, _: web.Request) -> web.Response:

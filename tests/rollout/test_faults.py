@@ -114,6 +114,35 @@ async def test_a_dead_engine_moves_the_session_inside_its_group(world: Any, sett
         world.engine_url, world.next_engine = alive, "engine-1"
         [episode] = await world.delivered("0/0")
     assert (episode.reward, episode.engine, episode.group) == (1.0, "engine-1", "h100-fp8")
+    assert {"unreachable": "engine-dead"} in world.complaints
+    assert not any("refused" in complaint for complaint in world.complaints)
+
+
+async def test_the_second_refusal_in_a_row_asks_for_another_engine(world: Any, settings: Any, start: Any) -> None:
+    """The first may pass, and a move costs the prefix; the third turn's first refusal starts the count anew."""
+    refusals = {0: 2, 1: 1}
+
+    def script(session: str, turn: int, body: dict[str, Any]) -> Any:
+        if refusals.get(turn, 0):
+            refusals[turn] -= 1
+            return web.Response(status=503, headers={"Retry-After": "0.05"})
+        return solve(session, turn, body)
+
+    world.engine.script = script
+    async with start(settings):
+        world.deal()
+        [episode] = await world.delivered("0/0")
+    assert episode.reward == 1.0
+    assert world.complaints == [{}, {"refused": "engine-0"}, {}]
+
+
+async def test_an_ended_episode_frees_its_place_at_the_router_and_its_prefix_at_the_engine(
+    world: Any, settings: Any, start: Any
+) -> None:
+    async with start(settings):
+        world.deal(samples=2)
+        await world.delivered("0/0", "0/1")
+    assert sorted(world.ended) == sorted(world.closed) == ["0/0", "0/1"]
 
 
 async def test_a_turn_on_a_hanging_engine_follows_its_session_to_another(world: Any, settings: Any, start: Any) -> None:

@@ -89,6 +89,60 @@ async def test_a_session_follows_its_engines_departure(world: Any, settings: Any
     assert (episode.engine, episode.ended_by) == ("engine-1", EndedBy.SUBMIT)
 
 
+async def test_a_session_leaves_an_engine_that_nobody_reaches_before_its_heartbeats_stop(
+    world: Any, settings: Any, start: Any, router: Any
+) -> None:
+    """Within a second: the engine's last heartbeat counts for ten."""
+    await router.hear("engine-0", "http://127.0.0.1:9")  # nothing listens on the discard port
+    async with start(replace(settings, router_url=router.url)) as running:
+        world.deal()
+        await world.until(lambda: running.metric("retries_total", reason="Unreachable") >= 1)
+        await router.hear("engine-1", world.url)
+        [episode] = await world.delivered("0/0")
+        engines = {engine.id: engine.reason for engine in (await router.status()).engines}
+    assert (episode.engine, episode.ended_by) == ("engine-1", EndedBy.SUBMIT)
+    assert engines == {"engine-0": "Suspect", "engine-1": ""}
+
+
+async def test_a_session_whose_engine_began_to_drain_before_its_first_turn_is_served_elsewhere(
+    world: Any, settings: Any, start: Any, router: Any
+) -> None:
+    """The engine does not know the session and never will: it keeps only those that it has served."""
+    draining = await _refusing()
+    await router.hear("engine-0", draining.url)
+    async with start(replace(settings, router_url=router.url)):
+        world.deal()
+        await world.until(lambda: draining.asked >= 1)
+        await router.hear("engine-1", world.url)
+        [episode] = await world.delivered("0/0")
+    await draining.runner.cleanup()
+    assert (episode.engine, episode.ended_by) == ("engine-1", EndedBy.SUBMIT)
+    assert draining.asked <= 4
+
+
+@dataclass
+class _Refusing:
+    """An engine that is up and answers 503."""
+
+    runner: web.AppRunner
+    url: str = ""
+    asked: int = 0
+
+
+async def _refusing() -> _Refusing:
+    async def generate(_: web.Request) -> web.Response:
+        made.asked += 1
+        return web.json_response({"error": {"message": "Draining"}}, status=503, headers={"Retry-After": "0.1"})
+
+    app = web.Application()
+    app.router.add_post("/generate", generate)
+    made = _Refusing(web.AppRunner(app, access_log=None))
+    await made.runner.setup()
+    await web.TCPSite(made.runner, "127.0.0.1", 0).start()
+    made.url = f"http://127.0.0.1:{made.runner.addresses[0][1]}"
+    return made
+
+
 async def test_a_session_whose_group_emptied_is_an_infrastructure_failure(
     world: Any, settings: Any, start: Any, router: Any
 ) -> None:

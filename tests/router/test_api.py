@@ -233,6 +233,19 @@ async def test_a_holder_that_cannot_connect_is_moved_inside_the_group_and_stays_
     assert await stage.call("PUT", "/v1/sessions/s?unreachable=e2", moved) == (200, moved)
 
 
+async def test_a_holder_that_is_refused_is_moved_and_the_engine_is_not_suspected(stage: Any) -> None:
+    await stage.engine("e1")
+    await stage.engine("e2")
+    await stage.engine("h1", "h")
+    await stage.fleet(g=1000, h=0)
+    _, lease = await stage.call("POST", "/v1/sessions", {"session": "s"})
+    status, moved = await stage.call("PUT", "/v1/sessions/s?refused=e1", lease)
+    assert (status, moved["engine"]) == (200, "e2")
+    assert (await stage.call("POST", "/v1/sessions", {"session": "t"}))[1]["engine"] == "e1"
+    await stage.call("DELETE", "/v1/engines/e1")
+    assert await stage.call("PUT", "/v1/sessions/s?refused=e2", moved) == (200, moved)  # never to another group
+
+
 async def test_a_restarted_router_relearns_leases_from_their_holders(stage_of: StageOf) -> None:
     first = await stage_of()
     await first.engine("e1")

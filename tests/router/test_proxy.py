@@ -283,6 +283,45 @@ async def test_an_engines_own_refusal_reaches_the_agent_as_it_is(stage: Any, sta
     assert len(engine.seen) == 1
 
 
+@pytest.mark.parametrize("state", [{"ready": False, "reason": "CanaryFailed"}, {"ready": False, "draining": True}])
+async def test_a_refusal_by_an_engine_that_says_it_does_not_serve_costs_a_retry_inside_the_group(
+    stage: Any, state: dict[str, Any]
+) -> None:
+    """A draining engine keeps the sessions that it knows; one that it does not know it refuses for good."""
+    one, other = await two_engines(stage)
+    await stage.engine("h1", "h")
+    await stage.fleet(2, g=1000, h=0)
+    assert (await stage.call("POST", "/v1/sessions", {"session": "s"}))[1]["engine"] == "e1"
+    await stage.beat("e1", **state)
+
+    async def refuses(request: web.Request, body: dict[str, Any]) -> web.Response:
+        return web.json_response({"error": {"message": "not here"}}, status=503, headers={"Retry-After": "1"})
+
+    one.script = refuses
+    status, reply = await stage.call("POST", "/generate", {"input_ids": [5], "user": "s"})
+    assert (status, reply["output_ids"]) == (200, [6, 7, 8])
+    assert (len(one.seen), len(other.seen), len(stage.engines["h1"].seen)) == (1, 1, 0)
+
+
+async def test_a_lone_engine_that_does_not_serve_keeps_its_session_and_its_refusal_reaches_the_agent(
+    stage: Any,
+) -> None:
+    one = await stage.engine("e1")
+    await stage.engine("h1", "h")
+    await stage.fleet(g=1000, h=0)
+    await stage.call("POST", "/v1/sessions", {"session": "s"})
+    await stage.beat("e1", ready=False, reason="Loading")
+
+    async def refuses(request: web.Request, body: dict[str, Any]) -> web.Response:
+        return web.json_response({"error": {"message": "not yet"}}, status=503, headers={"Retry-After": "1"})
+
+    one.script = refuses
+    async with stage.client.post(stage.url + "/generate", json={"input_ids": [5], "user": "s"}) as response:
+        assert (response.status, response.headers["Retry-After"]) == (503, "1")
+    assert stage.router.table.pin("s").engine == "e1"
+    assert stage.engines["h1"].seen == []
+
+
 async def test_a_refusal_after_keep_alive_bytes_is_told_in_the_body(stage_of: StageOf) -> None:
     stage = await stage_of(keep_alive_s=0.02)
     engine = await stage.engine("e1")

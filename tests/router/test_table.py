@@ -75,6 +75,24 @@ def test_an_engine_that_is_full_takes_no_more_and_takes_again_when_a_session_end
     assert placed(table, "s3").engine == "a"
 
 
+def test_a_measured_capacity_replaces_what_the_engine_says_in_both_directions() -> None:
+    table = table_with(state("a", max_sessions=3))
+
+    def measured(sessions: int, generation: int) -> None:
+        share = GroupShare(name="g", view="bf16", capacity_sessions=8, share_milli=1000, sessions_per_engine=sessions)
+        assert table.set_fleet(Fleet(generation=generation, groups=[share]))
+
+    measured(1, 2)
+    placed(table, "s1")
+    refusal = table.place("s2", min_version=0, ttl_s=30, now_s=LATER_S)
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason == "Full"
+    measured(5, 3)
+    for number in range(2, 6):
+        placed(table, f"s{number}")
+    assert isinstance(table.place("s6", min_version=0, ttl_s=30, now_s=LATER_S), Refusal)
+
+
 def test_a_lease_runs_out_unless_renewed() -> None:
     table = table_with(state("a"))
     kept, _ = placed(table, "kept"), placed(table, "dropped")

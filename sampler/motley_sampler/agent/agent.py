@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from motley_api.records import EngineState
@@ -23,6 +23,10 @@ from motley_sampler.engines.protocol import BadRequest, Engine, EngineError, Jso
 log = logging.getLogger("motley.sampler")
 
 EXIT_OK, EXIT_GAVE_UP = 0, 3
+
+
+async def _nothing() -> None:
+    pass
 
 
 class Agent:
@@ -77,8 +81,9 @@ class Agent:
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
-    async def run(self) -> int:
-        """Until it drained, gave up, or the engine failed."""
+    async def run(self, goodbye: Callable[[], Awaitable[None]] = _nothing) -> int:
+        """Until it drained, gave up, or the engine failed. `goodbye` is said while the engine still runs: a turn that is cut
+        off then finds its session moved already."""
         try:
             while not self._leaving.is_set():
                 if (failure := self.engine.failed()) is not None:
@@ -92,7 +97,10 @@ class Agent:
             await self._drain()
             return EXIT_OK
         finally:
-            await self.engine.stop()
+            try:
+                await goodbye()
+            finally:
+                await self.engine.stop()
 
     async def look(self) -> None:
         """One look at the pointer, and all that follows from it."""

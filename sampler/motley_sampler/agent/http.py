@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -115,8 +116,11 @@ class _Routes:
         if too_old is not None:
             return _error(409, f"weights version {too_old} is served, the request needs a newer one", version=too_old)
         agent.in_flight += 1
+        began_s = time.monotonic()
         try:
-            return await (self._streamed(request, body) if body.get("stream") is True else self._whole(body))
+            answer = await (self._streamed(request, body) if body.get("stream") is True else self._whole(body))
+            agent.standing.turn_took(time.monotonic() - began_s)
+            return answer
         finally:
             agent.in_flight -= 1
             agent.admit_again(session)

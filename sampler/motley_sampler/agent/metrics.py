@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from motley_api.records import EngineState
+from itertools import accumulate
+
+from motley_api.records import TURN_LATENCY_BOUNDS_S, EngineState
 
 _GAUGES = (
     ("motley_engine_ready", "1 when conformant, applied and not draining", lambda s: int(s.ready)),
@@ -33,4 +35,16 @@ def render(state: EngineState) -> str:
         name = "motley_engine_canary_max_abs_diff_nats"
         lines += [f"# HELP {name} largest log-prob difference to a clean load", f"# TYPE {name} gauge"]
         lines.append(f"{name}{labels} {state.canary_max_abs_diff}")
+    lines += _latencies(state)
     return "\n".join(lines) + "\n"
+
+
+def _latencies(state: EngineState) -> list[str]:
+    """A histogram without its sum, which nobody keeps."""
+    name = "motley_engine_turn_latency_seconds"
+    edges = (*(str(bound) for bound in TURN_LATENCY_BOUNDS_S), "+Inf")
+    lines = [f"# HELP {name} turns by time from request to last token", f"# TYPE {name} histogram"]
+    same = f'engine="{state.id}",group="{state.group}",view="{state.view}"'
+    counts = list(accumulate(state.turn_latency_counts or [0] * len(edges)))
+    lines += [f'{name}_bucket{{{same},le="{edge}"}} {count}' for edge, count in zip(edges, counts, strict=True)]
+    return [*lines, f"{name}_count{{{same}}} {counts[-1]}"]

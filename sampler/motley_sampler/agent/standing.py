@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from motley_api.records import EngineState
+from motley_api.records import TURN_LATENCY_BOUNDS_S, EngineState
 
 from motley_sampler.agent.conformance import Floats, Mode, Verdict
 from motley_sampler.agent.views import Identity
@@ -28,6 +29,7 @@ class Standing:
     mode: Mode = Mode.UNKNOWN
     max_abs_diff: float | None = None
     prompt_logprobs: Floats | None = None  # of the clean load of `advertised`
+    turn_latency_counts: list[int] = field(default_factory=lambda: [0] * (len(TURN_LATENCY_BOUNDS_S) + 1))
 
     @property
     def version(self) -> int:
@@ -35,6 +37,10 @@ class Standing:
 
     def ready(self, stalled_s: float, hang_s: float) -> bool:
         return self.advertised is not None and not self.reason and not self.draining and stalled_s < hang_s
+
+    def turn_took(self, seconds: float) -> None:
+        """From the request's arrival to its last token."""
+        self.turn_latency_counts[bisect_left(TURN_LATENCY_BOUNDS_S, seconds)] += 1
 
     def applying(self, version: int) -> None:
         """The engine is about to compute with `version`: until its verdict, nothing drawn from it goes out."""
@@ -101,6 +107,7 @@ def engine_state(
         cached_tokens=load.cached_tokens,
         generated_tokens=load.generated_tokens,
         busy_s=round(load.busy_s, 3),
+        turn_latency_counts=list(standing.turn_latency_counts),
         canary_max_abs_diff=standing.max_abs_diff,
         logprob_mode=str(standing.mode),
     )

@@ -10,9 +10,10 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
@@ -27,6 +28,7 @@ from motley_sampler.rollout.settings import Sampling
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.2, 5.0
 MAX_FAILURES_IN_ROW = 12  # of one turn, behind-the-version answers (409) left out
+REFUSALS_BEFORE_MOVE = 2  # in a row: one may pass, and moving costs the session its cached prefix
 CONTROL_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
 
@@ -49,11 +51,14 @@ class SessionError(Exception):
 class _RetryError(Exception):
     """This attempt failed; the turn may be sent again."""
 
-    def __init__(self, detail: str, *, wait_s: float | None = None, counts: bool = True, move: bool = True) -> None:
+    def __init__(
+        self, detail: str, *, engine: str, wait_s: float | None = None, counts: bool = True, reached: bool = True
+    ) -> None:
         super().__init__(detail)
+        self.engine = engine  # that was asked; empty: it did nothing wrong, and the router need not hear of it
         self.wait_s = wait_s  # the server's own wish
         self.counts = counts  # towards MAX_FAILURES_IN_ROW
-        self.move = move  # whether another engine may do better: the router is asked
+        self.reached = reached  # False: nobody listens there
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,13 @@ def backoff_s(failures: int) -> float:
     return float(min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0))
 
 
+def _complaint(error: _RetryError, failures: int) -> dict[str, str]:
+    """What the router is told of the engine when the lease is renewed."""
+    if not error.reached:
+        return {"unreachable": error.engine}
+    return {"refused": error.engine} if failures >= REFUSALS_BEFORE_MOVE else {}
+
+
 def _retry_after_s(response: aiohttp.ClientResponse) -> float | None:
     try:
         return min(LONGEST_BACKOFF_S, max(0.05, float(response.headers["Retry-After"])))
@@ -96,7 +108,15 @@ class Session:
 
     @property
     def _url(self) -> URL:
-        return URL(f"{self.fabric.router_url}/v1/sessions/{quote(self.lease.session, safe='')}", encoded=True)
+        return URL(f"{self.fabric.router_url}/v1/sessions/{self._quoted}", encoded=True)
+
+    @property
+    def _quoted(self) -> str:
+        return quote(self.lease.session, safe="")
+
+    @property
+    def _engine_url(self) -> str:
+        return self.lease.url.rstrip("/")
 
     # Turns.
 
@@ -121,8 +141,8 @@ class Session:
                 if time.monotonic() + wait_s >= self.deadline_s:
                     raise SessionError(SessionFailure.DEADLINE, str(error)) from error
                 await asyncio.sleep(wait_s)
-                if error.move:
-                    await self._renew()
+                if error.engine:
+                    await self._renew(_complaint(error, failures))
 
     def _check_alive(self) -> None:
         if self._lost:
@@ -152,12 +172,13 @@ class Session:
     async def _attempt(self, token_ids: list[int], max_tokens: int, rid: str) -> Reply:
         """One request. Given up when the router moves the session meanwhile: its old engine is gone or hangs."""
         self._moved.clear()
+        engine = self.lease.engine
         request = asyncio.create_task(self._post(self._request(token_ids, max_tokens, rid)))
         moved = asyncio.create_task(self._moved.wait())
         try:
             await asyncio.wait({request, moved}, return_when=asyncio.FIRST_COMPLETED)
             if not request.done():
-                raise _RetryError("the session moved while its turn ran", wait_s=0.0, move=False)
+                raise _RetryError("the session moved while its turn ran", engine="", wait_s=0.0)
             body = await request
         finally:
             for task in (request, moved):
@@ -167,7 +188,7 @@ class Session:
             return parse_generate(body, filtered=self.fabric.sampling.filtered, max_tokens=max_tokens)
         except ReplyError as error:
             self.fabric.retried("BadReply")
-            raise _RetryError(str(error)) from error
+            raise _RetryError(str(error), engine=engine) from error
 
     async def _post(self, body: dict[str, Any]) -> bytes:
         headers = {
@@ -178,10 +199,10 @@ class Session:
         }
         # No limit on the whole: a long reply is no fault. Hung engines are found by the fleet, which moves the session.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-        url = f"{self.lease.url.rstrip('/')}/generate"
+        engine = self.lease.engine
         try:
             async with self.fabric.client.post(
-                url, data=msgspec.json.encode(body), headers=headers, timeout=timeout
+                f"{self._engine_url}/generate", data=msgspec.json.encode(body), headers=headers, timeout=timeout
             ) as response:
                 content = await response.read()
                 if response.status == 200:
@@ -190,23 +211,25 @@ class Session:
                 wait_s = _retry_after_s(response)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             self.fabric.retried("Unreachable")
-            raise _RetryError(f"{self.lease.engine}: {error or type(error).__name__}") from error
-        detail = f"{self.lease.engine} answered {response.status}: {told}"
+            reached = not isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError))
+            detail = f"{engine}: {error or type(error).__name__}"
+            raise _RetryError(detail, engine=engine, reached=reached) from error
+        detail = f"{engine} answered {response.status}: {told}"
         if response.status == 409:  # it has not loaded the wanted weights yet, and will
             self.fabric.retried("VersionBehind")
-            raise _RetryError(detail, wait_s=wait_s or 1.0, counts=False, move=False)
+            raise _RetryError(detail, engine="", wait_s=wait_s or 1.0, counts=False)
         if response.status in (408, 429) or response.status >= 500:
             self.fabric.retried("Unavailable")
-            raise _RetryError(detail, wait_s=wait_s)
+            raise _RetryError(detail, engine=engine, wait_s=wait_s)
         raise SessionError(SessionFailure.ENGINE_REFUSED, detail)
 
     # The lease.
 
-    async def _renew(self) -> None:
+    async def _renew(self, complaint: Mapping[str, str] = MappingProxyType({})) -> None:
         """Tells the router that the session lives, and learns where. A router that is down changes nothing."""
         try:
             async with self.fabric.client.put(
-                self._url,
+                self._url.with_query(complaint),
                 data=msgspec.json.encode(self.lease),
                 headers=self.fabric.headers,
                 timeout=aiohttp.ClientTimeout(total=CONTROL_TIMEOUT_S),
@@ -238,10 +261,15 @@ class Session:
             await self._renew()
 
     async def end(self) -> None:
-        """Gives the place back; if that fails, the lease runs out by itself."""
+        """Gives the place back, and frees the prefix on the engine, which may be waiting to drain. If that fails, the lease
+        runs out by itself, and the engine forgets."""
+        engine = URL(f"{self._engine_url}/motley/sessions/{self._quoted}", encoded=True)
+        await asyncio.gather(self._delete(self._url), self._delete(engine))
+
+    async def _delete(self, url: URL) -> None:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-            timeout = aiohttp.ClientTimeout(total=CONTROL_TIMEOUT_S)
-            async with self.fabric.client.delete(self._url, headers=self.fabric.headers, timeout=timeout):
+            timeout = aiohttp.ClientTimeout(total=CONTROL_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
+            async with self.fabric.client.delete(url, headers=self.fabric.headers, timeout=timeout):
                 pass
 
 

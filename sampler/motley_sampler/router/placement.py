@@ -19,7 +19,7 @@ from fractions import Fraction
 from motley_api.records import EngineState, Fleet, GroupShare
 
 # Why a group or an engine takes no new session, the most hopeful first: a refusal names the first of any group.
-FULL = "Full"  # every ready engine holds max_sessions
+FULL = "Full"  # every ready engine holds what it may: as the operator measured, else max_sessions
 SATURATED = "Saturated"  # key-value cache, queue or preemptions say that more would thrash
 VERSION_BEHIND = "VersionBehind"
 NOT_READY = "NotReady"
@@ -190,7 +190,7 @@ def closed_to_new(
         return VERSION_BEHIND
     if saturated(engine, now_s, limits):
         return SATURATED
-    if load(engine, view, now_s, limits) >= engine.state.max_sessions:
+    if load(engine, view, now_s, limits) >= (group.sessions_per_engine or engine.state.max_sessions):
         return FULL
     return None
 

@@ -24,6 +24,7 @@ from aiohttp import web
 from motley_api import keys
 from motley_api.records import Lease
 
+from motley_sampler.router import placement
 from motley_sampler.router.server import Router
 from motley_sampler.router.wire import RequestError, decode, log, read_body
 
@@ -264,6 +265,20 @@ class Proxy:
         assert now is not None
         return now
 
+    def _moved_off(self, lease: Lease) -> bool:
+        """Moves a session off an engine that refused it and, by its own word, will go on doing so: it drains, loads or failed
+        its proof. False: it serves, or the group has no other."""
+        router, now_s = self.router, self.router.clock()
+        engine = router.table.engines.get(lease.engine)
+        if engine is None or placement.not_serving(engine, now_s, router.settings.limits) is None:
+            return False
+        moved = router.table.avoid(lease.session, now_s=now_s)
+        if moved is None:
+            return False
+        router.metrics.repins.labels(lease.group).inc()
+        log("session-moved", session=lease.session, group=lease.group, engine=lease.engine, to=moved.engine)
+        return True
+
     async def _attempt(
         self, lease: Lease, body: bytes, headers: dict[str, str], reply: Reply, translator: Translator
     ) -> web.StreamResponse:
@@ -278,6 +293,8 @@ class Proxy:
                 return await reply.finish(translator.end(), status=200, headers=passed)
             if upstream.status == 200:
                 return await reply.finish(translator.whole(raw), status=200, headers=passed)
+            if upstream.status == 503 and self._moved_off(lease):
+                raise EngineLeftError
             if reply.begun:
                 message = raw[:2000].decode("utf-8", "replace")
                 raise RequestError(upstream.status, "EngineRefused", f"engine {lease.engine}: {message}")

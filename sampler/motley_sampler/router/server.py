@@ -2,6 +2,8 @@
 
 POST   /v1/sessions             LeaseRequest -> Lease; 503 + Retry-After with the reason when no group takes it
 PUT    /v1/sessions/<session>   Lease -> Lease (renewed; another engine of its group if the old one left); 404: lost
+       ?unreachable=<engine>    nobody listens there: no new sessions for it until it is heard of, and this one moves
+       ?refused=<engine>        it answers but does not serve (drains, loads, fails): this session moves
 DELETE /v1/sessions/<session>   204 always: ending twice is no error
 PUT    /v1/engines/<id>         EngineState (a heartbeat)      DELETE: goodbye, its sessions move at once
 PUT    /v1/fleet                Fleet; 409 when older than the known one        GET: the document in force
@@ -129,6 +131,7 @@ class Router:
             raise RequestError(404, "SessionLost", f"group {lease.group!r} has no engine for session {lease.session!r}")
         if request.query.get("unreachable") == renewed.engine:
             self.table.suspect(renewed.engine)
+        if renewed.engine in (request.query.get("unreachable"), request.query.get("refused")):
             renewed = self.table.avoid(lease.session, now_s=self.clock()) or renewed
         self.metrics.renewals.inc()
         if known is None:
