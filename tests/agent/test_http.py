@@ -88,6 +88,28 @@ async def test_only_the_runs_token_opens_anything_but_probes(make_rig: Callable[
     await client.close()
 
 
+async def test_every_turn_is_counted_by_how_long_it_took(make_rig: Callable[..., Rig]) -> None:
+    rig, client = await _serving(make_rig)
+    for _ in range(3):
+        assert (
+            await client.post("/generate", json=tiny.body(tiny.prompt(5)), headers=generate_headers(5))
+        ).status == 200
+    refused = await client.post("/generate", json=tiny.body(tiny.prompt(5)), headers=generate_headers(6))
+    assert refused.status == 409  # no turn
+    state = rig.state
+    assert (sum(state.turn_latency_counts), state.turns) == (3, 3)  # canaries are neither
+    text = await (await client.get("/metrics")).text()
+    labels = 'engine="run-h100-0",group="run-h100",view="bf16"'
+    assert f"motley_engine_turn_latency_seconds_count{{{labels}}} 3" in text
+    rig.agent.standing.turn_took(10.0)
+    rig.agent.standing.turn_took(10.1)
+    rig.agent.standing.turn_took(1000.0)
+    # Upper bounds are inclusive, as Prometheus has them: 10 s is in the eighth bucket (<= 10), 10.1 s in the ninth.
+    assert rig.state.turn_latency_counts[7:9] == [1, 1]
+    assert rig.state.turn_latency_counts[-1] == 1
+    await client.close()
+
+
 async def test_status_and_metrics_tell_the_same(make_rig: Callable[..., Rig]) -> None:
     rig, client = await _serving(make_rig)
     await client.post("/generate", json=tiny.body(tiny.prompt(5), 7))
