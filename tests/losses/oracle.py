@@ -121,3 +121,10 @@ def entropy(p: np.ndarray) -> tuple[float, np.ndarray]:
     logp = np.log(p, out=np.zeros_like(p), where=p > 0)
     h = -float((p * logp).sum())
     return h, -p * (logp + h)
+
+
+def k3(z: np.ndarray, z_ref: np.ndarray, support: list[int], y: int, *, replay: bool) -> tuple[float, np.ndarray]:
+    """(r - 1 - log r, its gradient in z) with r = p_ref / p of the sampled token: d / d log p = 1 - r."""
+    p, p_ref = (trainer_probs(x, support, replay=replay) for x in (z, z_ref))
+    r = p_ref[y] / p[y]
+    return r - 1 - math.log(r), (1 - r) * score(p, y)

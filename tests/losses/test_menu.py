@@ -316,6 +316,33 @@ def test_entropy_bonus_equals_the_oracle(replay, seed, vocabulary, temperature):
         np.testing.assert_allclose(bonus[1][n] - plain[1][n], -0.3 * grad / temperature, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("replay", [True, False], ids=["replay", "head"])
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10_000), vocabulary=st.integers(2, 8), temperature=st.sampled_from([1.0, 0.6]))
+def test_a_reference_penalty_equals_the_oracle(replay, seed, vocabulary, temperature):
+    z, rows, advantages = random_case(seed, vocabulary=vocabulary, tokens=3, complete=replay)
+    z_ref = z + np.random.default_rng(seed).normal(size=z.shape)
+    want = [
+        oracle.k3(z[n] / temperature, z_ref[n] / temperature, support, y, replay=replay)
+        for n, (support, _, y) in enumerate(rows)
+    ]
+    given = replace(as_tokens(rows, advantages), temperature_N=torch.full((3,), temperature, dtype=F64))
+    # The reference's own log-probs as the trainer gets them: the same function on the reference's logits.
+    _, of_reference = token_losses(torch.tensor(z_ref), given, Objective(replay=replay))
+    given = replace(given, reference_logp_N=of_reference.logp_N)
+    penalised = run(z, given, Objective(replay=replay, reference_kl=0.3))
+    plain = run(z, given, Objective(replay=replay))
+    for n, (value, grad) in enumerate(want):
+        assert penalised[0][n] - plain[0][n] == pytest.approx(0.3 * value, abs=1e-9)
+        np.testing.assert_allclose(penalised[1][n] - plain[1][n], 0.3 * grad / temperature, rtol=1e-8, atol=1e-9)
+
+
+def test_a_reference_penalty_needs_the_reference_s_log_probs():
+    z, rows, advantages = random_case(1, vocabulary=5, tokens=3, complete=True)
+    with pytest.raises(ValueError, match="reference_logp_N"):
+        token_losses(torch.tensor(z), as_tokens(rows, advantages), Objective(reference_kl=0.1))
+
+
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10_000), vocabulary=st.integers(3, 8))
 def test_a_sampled_token_beside_the_head_does_not_enter_the_centre(seed, vocabulary):
@@ -419,6 +446,7 @@ def test_centred_losses_do_not_see_a_constant_added_to_the_reward(weight):
         ({"centre": False, "weight": VTrace(), "clip": Clip()}, "clip"),
         ({"centre": False, "clip": Clip(old=OldPolicy.SAMPLER)}, r"clip\.old"),
         ({"entropy_bonus": -0.1}, "entropy_bonus"),
+        ({"reference_kl": -0.1}, "reference_kl"),
     ],
 )
 def test_contradictions_are_refused_by_name(choices, field):

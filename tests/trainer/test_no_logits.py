@@ -73,8 +73,8 @@ def test_gradients_are_those_of_the_way_over_logits(engine_of, monkeypatch, conf
     from motley_trainer import step
     from motley_trainer.losses import token_losses
 
-    def over_logits(engine, microbatch, objective):
-        return token_losses(engine.logits(microbatch.tokens), microbatch.trained, objective)
+    def over_logits(engine, tokens, trained, objective):
+        return token_losses(engine.logits(tokens), trained, objective)
 
     _, got = trained(engine_of(**config), {})
     monkeypatch.setattr(step, "_token_losses", over_logits)

@@ -118,6 +118,28 @@ def test_a_step_makes_rewarded_tokens_likelier(engine_of):
     assert likelihood() > before + 0.1
 
 
+@pytest.mark.parametrize("replay", ["Enabled", "Disabled"])
+def test_a_reference_penalty_holds_the_policy_near_the_weights_it_started_from(engine_of, replay):
+    from motley_trainer.step import train_step
+
+    def trained(coefficient):
+        engine = engine_of(rate=1e-2, dtype=torch.bfloat16)
+        engine.keep_reference()
+        start = weights(engine)
+        recipe = recipe_of(Algorithm.model_validate({"referenceKL": coefficient, "maskReplay": replay}))
+        outcomes = [
+            train_step(engine, batch_of(samples(), step=step), recipe, learning_rate=1e-2) for step in range(1, 6)
+        ]
+        with engine.as_reference():
+            assert same(weights(engine), start)  # the policy moved, the reference did not
+        assert not same(weights(engine), start)
+        return [outcome.metrics["kl_loss"] for outcome in outcomes]
+
+    weak, strong = trained("0.000001"), trained("1")
+    assert weak[0] == strong[0] == 0.0  # before the first update policy and reference are one
+    assert 0 < strong[-1] < weak[-1] / 2
+
+
 def test_equal_rewards_move_nothing(engine_of):
     from motley_trainer.step import train_step
 

@@ -182,6 +182,8 @@ def _engine(
         expert=spec.trainer.expert_parallel,
     )
     engine.load_weights(source)
+    if float(spec.algorithm.reference_kl):
+        engine.keep_reference()
     engine.build_optimizer()
     if start.step > 0:
         checkpoint.load(engine, folder.path(start.step))

@@ -54,6 +54,7 @@ def recipe_of(algorithm: Algorithm) -> Recipe:
             replay=algorithm.mask_replay is Switch.ENABLED,
             clip=_clip(algorithm.clip),
             entropy_bonus=float(algorithm.entropy_bonus),
+            reference_kl=float(algorithm.reference_kl),
         ),
         normalise_std=algorithm.advantage is Advantage.GROUP_MEAN_STD,
         reduction=Reduction(algorithm.loss_reduction.value),

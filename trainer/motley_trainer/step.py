@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from motley_api.records import EndedBy, GroupStep, Ratio, StepRecord
 from torch import Tensor
 
 from motley_trainer.batches import (
-    Microbatch,
     Sequence,
     build_microbatch,
     build_sequences,
@@ -18,7 +17,7 @@ from motley_trainer.batches import (
     share_of_rank,
 )
 from motley_trainer.buffer.batch import Batch
-from motley_trainer.losses import Objective, TokenStats, token_losses, token_losses_from_hidden
+from motley_trainer.losses import Objective, Tokens, TokenStats, token_losses, token_losses_from_hidden
 from motley_trainer.megatron import shims
 from motley_trainer.megatron.engine import Engine
 from motley_trainer.megatron.parallel import all_agree, sum_over_data
@@ -56,7 +55,7 @@ def train_step(
         blamed=blamed,
         groups=group_steps(table, sequences, batch.tallies),
         ratios=run_ratios(table, replay=recipe.objective.replay),
-        metrics=named_metrics(table, sequences, replay=recipe.objective.replay),
+        metrics=named_metrics(table, sequences, recipe.objective),
     )
 
 
@@ -89,7 +88,14 @@ def accumulate(
             length=max(lengths[place] for place in plan),
             device=shims.device(),
         )
-        losses_N, stats = _token_losses(engine, microbatch, recipe.objective)
+        trained = microbatch.trained
+        if recipe.objective.reference_kl:
+            with engine.as_reference():
+                _, stats = _token_losses(
+                    engine, microbatch.tokens, trained, replace(recipe.objective, reference_kl=0.0)
+                )
+            trained = replace(trained, reference_logp_N=stats.logp_N)
+        losses_N, stats = _token_losses(engine, microbatch.tokens, trained, recipe.objective)
         weighted_N = losses_N * microbatch.coefficients_N
         engine.scaled(weighted_N.sum()).backward()
         table.add(weighted_N.detach(), stats, microbatch.sequence_N, recipe)
@@ -97,14 +103,15 @@ def accumulate(
     return table
 
 
-def _token_losses(engine: Engine, microbatch: Microbatch, objective: Objective) -> tuple[Tensor, TokenStats]:
+def _token_losses(
+    engine: Engine, tokens_BS: Tensor, trained: Tokens, objective: Objective
+) -> tuple[Tensor, TokenStats]:
     """Under mask replay only the candidates' logits are ever made."""
     shard = engine.parallel.vocab_shard(engine.shape.vocabulary)
     if objective.replay:
-        hidden_RH, weight_VH = engine.hidden(microbatch.tokens)
-        return token_losses_from_hidden(hidden_RH, weight_VH, microbatch.trained, objective, shard=shard)
-    logits_RV = engine.logits(microbatch.tokens)
-    return token_losses(logits_RV, microbatch.trained, objective, shard=shard, overwrite_logits=True)
+        hidden_RH, weight_VH = engine.hidden(tokens_BS)
+        return token_losses_from_hidden(hidden_RH, weight_VH, trained, objective, shard=shard)
+    return token_losses(engine.logits(tokens_BS), trained, objective, shard=shard, overwrite_logits=True)
 
 
 def blame(engine: Engine, sequences: Many[Sequence], recipe: Recipe, *, max_tokens: int) -> tuple[str, ...]:

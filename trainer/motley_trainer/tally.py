@@ -13,7 +13,7 @@ from torch import Tensor
 
 from motley_trainer.batches import Sequence
 from motley_trainer.buffer.batch import GroupTally
-from motley_trainer.losses import TokenStats
+from motley_trainer.losses import Objective, TokenStats
 from motley_trainer.losses.stats import k3
 from motley_trainer.losses.weights import Unweighted
 from motley_trainer.recipe import Recipe
@@ -44,6 +44,7 @@ class Column(enum.IntEnum):
     CLIPPED = 16  # weight differs from the raw ratio
     LOSS = 17  # with the token's coefficient
     BAD = 18  # tokens whose loss is not finite
+    REFERENCE_KL = 19
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ def columns(losses_N: Tensor, stats: TokenStats, recipe: Recipe) -> Tensor:
         Column.CLIPPED: clipped_N * kept_N,
         Column.LOSS: losses_N.masked_fill(bad_N, 0.0),
         Column.BAD: bad_N,
+        Column.REFERENCE_KL: stats.reference_kl_N,
     }
     table = torch.stack([values[column].double() for column in Column], 1)
     # A token whose loss is not finite skips the step; it must not make the record of the step unreadable, too.
@@ -184,21 +186,21 @@ def _group_step(
     )
 
 
-def named_metrics(table: Table, sequences: Many[Sequence], *, replay: bool) -> dict[str, float]:
+def named_metrics(table: Table, sequences: Many[Sequence], objective: Objective) -> dict[str, float]:
     """Under the names of Miles: "<name>" over all, and "<name>/group/<g>", "<name>/view/<v>", "<name>/lag/<bucket>"."""
     found: dict[str, float] = {}
     for split in table.splits.names:
         suffix = "" if split == "all" else f"/{split}"
         row = table.row(split)
         if row[Column.TOKENS]:
-            found.update({f"{name}{suffix}": value for name, value in _means(row, replay=replay).items()})
+            found.update({f"{name}{suffix}": value for name, value in _means(row, objective).items()})
     lags = [s.lag for s in sequences]
     if lags:
         found |= {"avg_staleness": sum(lags) / len(lags), "max_staleness": float(max(lags))}
     return found
 
 
-def _means(row: dict[Column, float], *, replay: bool) -> dict[str, float]:
+def _means(row: dict[Column, float], objective: Objective) -> dict[str, float]:
     tokens = row[Column.TOKENS]
     means = {
         "train_rollout_logprob_abs_diff": row[Column.ABS_DIFF] / tokens,
@@ -211,7 +213,9 @@ def _means(row: dict[Column, float], *, replay: bool) -> dict[str, float]:
         "mis_mask_fraction_high": row[Column.HIGH] / tokens,
         "sc_correction": row[Column.CORRECTION] / tokens,
     }
-    if not replay:
+    if objective.reference_kl:
+        means["kl_loss"] = row[Column.REFERENCE_KL] / tokens
+    if not objective.replay:
         means |= {
             "sc_train_head_mass": row[Column.HEAD_P] / tokens,
             "sc_rollout_head_mass": row[Column.HEAD_Q] / tokens,

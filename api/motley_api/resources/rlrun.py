@@ -300,6 +300,14 @@ class Algorithm(Model):
             description='entropyBonus: times the entropy of the policy is taken off each token\'s loss. Default: "0".'
         ),
     ] = "0"
+    reference_kl: Annotated[
+        DecimalString,
+        Field(
+            alias="referenceKL",
+            description="referenceKL: times k3 of the policy to the weights that the run started from (GRPO's penalty) is added"
+            ' to each token\'s loss. Above 0 the trainer keeps those weights, too. Default: "0".',
+        ),
+    ] = "0"
     loss_reduction: Annotated[
         LossReduction,
         Field(
@@ -337,6 +345,12 @@ class TrainerDtype(StrEnum):
 
 
 class Trainer(Model):
+    """All of it but dtype may change mid-run: the gang saves, leaves, and goes on as it is declared then."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(immutable("dtype", "apply another RLRun: a run's numbers are of one precision")),
+        alias_generator=_alias,
+    )
     gpu_type: Annotated[GpuTypeName, Field(description="gpuType: the trainer's accelerator. Default: B200.")] = (
         GpuTypeName.B200
     )
@@ -445,7 +459,22 @@ class Evaluation(Model):
     samples_per_task: Annotated[int, Field(ge=1, le=1024, description="samplesPerTask: Default: 1.")] = 1
 
 
+class OnExisting(StrEnum):
+    REFUSE = "Refuse"
+    RESUME = "Resume"
+
+
 class Store(Model):
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            immutable("url", "apply another RLRun"),
+            (
+                "has(self.claimName) == has(oldSelf.claimName) && (!has(self.claimName) || self.claimName == oldSelf.claimName)",
+                "claimName is immutable; apply another RLRun",
+            ),
+        ),
+        alias_generator=_alias,
+    )
     url: Annotated[
         Url, Field(description="url: fsspec URL of the weight store, ledger and checkpoints: file://, s3://, gs://.")
     ]
@@ -459,6 +488,13 @@ class Store(Model):
         ]
         | None
     ) = None
+    on_existing: Annotated[
+        OnExisting,
+        Field(
+            description="onExisting: what to do when an earlier run of this name left its folder in the store: Refuse it, with a"
+            " condition, or Resume from its last checkpoint. Default: Refuse."
+        ),
+    ] = OnExisting.REFUSE
 
 
 class Checkpoint(Model):
@@ -467,7 +503,14 @@ class Checkpoint(Model):
 
 
 class InlineGroup(SamplerGroupTemplate):
-    model_config = ConfigDict(json_schema_extra=rules(*TEMPLATE_RULES), alias_generator=_alias)
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            immutable("gpuType", "add another group with the type wanted, then take this one out"),
+            immutable("precision", "add another group with the precision wanted, then take this one out"),
+            *TEMPLATE_RULES,
+        ),
+        alias_generator=_alias,
+    )
     name: Annotated[
         Name,
         Field(
@@ -483,6 +526,15 @@ class InlineGroup(SamplerGroupTemplate):
 
 
 class Price(Model):
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                "double(self.usdPerGPUHour) <= 10000.0",
+                "usdPerGPUHour must be at most 10000: it is dollars, for one GPU, an hour",
+            )
+        ),
+        alias_generator=_alias,
+    )
     gpu_type: GpuTypeName
     capacity_type: CapacityType = CapacityType.ON_DEMAND
     usd_per_gpu_hour: Annotated[DecimalString, Field(description='usdPerGPUHour: list price, e.g. "6.25".')]
@@ -498,6 +550,17 @@ class Budget(Model):
     usd_total: (
         Annotated[
             DecimalString, Field(description="usdTotal: the run pauses when it has cost this much. Default: no cap.")
+        ]
+        | None
+    ) = None
+    gpus: (
+        Annotated[
+            int,
+            Field(
+                ge=0,
+                le=1_000_000,
+                description="gpus: most GPUs that the run's pods may hold, the trainer's included. Default: no cap.",
+            ),
         ]
         | None
     ) = None
@@ -518,17 +581,6 @@ class Baseline(Model):
                 ge=1,
                 le=100_000_000,
                 description="turnsPerEngineHour: of one of its engines at the latency bound. Default: measured from the run.",
-            ),
-        ]
-        | None
-    ) = None
-    gpus: (
-        Annotated[
-            int,
-            Field(
-                ge=0,
-                le=1_000_000,
-                description="gpus: most GPUs that the run's pods may hold, the trainer's included. Default: no cap.",
             ),
         ]
         | None
@@ -597,12 +649,15 @@ class RLRunSpec(Model):
     model_config = ConfigDict(
         json_schema_extra=rules(
             immutable("model", "apply another RLRun"),
-            immutable("store", "apply another RLRun"),
             immutable("tasks", "apply another RLRun"),
             immutable("algorithm", "apply another RLRun: a change would make its curves unreadable"),
             immutable("batch", "apply another RLRun"),
-            immutable("trainer", "apply another RLRun"),
+            immutable("seed", "apply another RLRun: tasks are dealt in its order"),
             ("self.steps >= oldSelf.steps", "steps may only grow: what was trained cannot be taken back"),
+            (
+                "self.trainer.nodes == 1 || self.store.url.startsWith('file://') || self.store.url.startsWith('/')",
+                "trainer.nodes must be 1 unless store.url is a file system: a gang's checkpoint needs a folder that all its pods see",
+            ),
         ),
         alias_generator=_alias,
     )

@@ -14,6 +14,7 @@ from motley_trainer.losses.policy import (
     centre_coefficients,
     gspo,
     ppo_clip,
+    reference_kl,
     score_centred,
     tail_log_ratio,
 )
@@ -40,6 +41,7 @@ class Objective:
     replay: bool = True  # candidates are the sampler's whole support: renormalise p over them
     clip: Clip | None = None
     entropy_bonus: float = 0.0  # times the entropy of p, per token
+    reference_kl: float = 0.0  # times k3 to the reference policy, per token
 
     def __post_init__(self) -> None:
         if self.centre:
@@ -54,6 +56,8 @@ class Objective:
             )
         if not self.entropy_bonus >= 0:
             raise ValueError(f"entropy_bonus: must be >= 0, got {self.entropy_bonus}")
+        if not self.reference_kl >= 0:
+            raise ValueError(f"reference_kl: must be >= 0, got {self.reference_kl}")
 
     def _check_centred(self) -> None:
         if self.clip is not None:
@@ -80,7 +84,8 @@ class Tokens:
     """Trained tokens of a microbatch. rows_N: int64[N], the row of the logits that predicts the token (no repeats).
     advantage_N: float[N]. support: see Support. recorded: candidates beyond the sampled token are known.
     temperature_N: float[N], logits are divided by it first. old_logp_N: the old policy's log-prob for PPO clip, or
-    None for "this forward" (one optimizer step per batch). sequence_N: int64[N], which sequence a token is of, needed
+    None for "this forward" (one optimizer step per batch). reference_logp_N: the reference policy's, over the same
+    support, for the KL penalty. sequence_N: int64[N], which sequence a token is of, needed
     by what is decided over sequences; a microbatch holds a sequence whole or not at all."""
 
     rows_N: Tensor
@@ -89,6 +94,7 @@ class Tokens:
     support: Support
     recorded: bool = True
     old_logp_N: Tensor | None = None
+    reference_logp_N: Tensor | None = None
     sequence_N: Tensor | None = None
 
     def select(self, keep_N: Tensor) -> Tokens:
@@ -99,9 +105,14 @@ class Tokens:
             advantage_N=self.advantage_N[keep_N],
             temperature_N=self.temperature_N[keep_N],
             support=self.support.select(keep_N),
-            old_logp_N=None if self.old_logp_N is None else self.old_logp_N[keep_N],
-            sequence_N=None if self.sequence_N is None else self.sequence_N[keep_N],
+            old_logp_N=_at(self.old_logp_N, keep_N),
+            reference_logp_N=_at(self.reference_logp_N, keep_N),
+            sequence_N=_at(self.sequence_N, keep_N),
         )
+
+
+def _at(values_N: Tensor | None, keep_N: Tensor) -> Tensor | None:
+    return None if values_N is None else values_N[keep_N]
 
 
 def finite_tokens(support: Support) -> Tensor:
@@ -178,6 +189,8 @@ def _kept(tokens: Tokens, objective: Objective) -> Tensor:
         raise ValueError(
             "sequence_N: sequence-level weights, masks and clips need to know which sequence a token is of"
         )
+    if objective.reference_kl and tokens.reference_logp_N is None:
+        raise ValueError("reference_logp_N: the KL penalty needs the reference policy's log-probs")
     return finite_tokens(tokens.support)
 
 
@@ -201,8 +214,12 @@ def _losses(
     loss_N = _surrogate(logp_C, kept, weight_N, objective)
     if objective.entropy_bonus:
         loss_N = loss_N - objective.entropy_bonus * entropy_N
+    penalty_N = torch.zeros_like(loss_N)
+    if objective.reference_kl and kept.reference_logp_N is not None:
+        penalty_N = reference_kl(logp_C[kept.support.chosen_N], kept.reference_logp_N.to(logp_C.dtype))
+        loss_N = loss_N + objective.reference_kl * penalty_N
     with torch.no_grad():
-        stats = _stats(logp_C, entropy_N, weight_N, kept, kept_N, objective)
+        stats = _stats(logp_C, entropy_N, weight_N, penalty_N, kept, kept_N, objective)
     return _spread(loss_N, kept_N), stats
 
 
@@ -251,13 +268,21 @@ def _clip(logp_N: Tensor, kept: Tokens, clip: Clip) -> Tensor:
 
 
 def _stats(
-    logp_C: Tensor, entropy_N: Tensor, weight_N: Tensor, kept: Tokens, kept_N: Tensor, objective: Objective
+    logp_C: Tensor,
+    entropy_N: Tensor,
+    weight_N: Tensor,
+    penalty_N: Tensor,
+    kept: Tokens,
+    kept_N: Tensor,
+    objective: Objective,
 ) -> TokenStats:
     support = kept.support
-    log_ratio_N = logp_C[support.chosen_N] - support.logq_C[support.chosen_N]
+    logp_N = logp_C[support.chosen_N]
+    log_ratio_N = logp_N - support.logq_C[support.chosen_N]
     log_rho_N, head_p_N, head_q_N = tail_log_ratio(logp_C, support)
     kl_N = _divergence(logp_C, support, log_ratio_N, recorded=kept.recorded, complete=objective.replay)
     columns = {
+        "logp_N": logp_N,
         "log_ratio_N": log_ratio_N,
         "weight_N": weight_N,
         "kl_N": kl_N,
@@ -266,6 +291,7 @@ def _stats(
         "head_q_N": head_q_N,
         "tail_ratio_N": log_rho_N.exp(),
         "correction_N": _correction(logp_C, support, objective),
+        "reference_kl_N": penalty_N,
     }
     return TokenStats(kept_N=kept_N, **{name: _spread(value.detach(), kept_N) for name, value in columns.items()})
 

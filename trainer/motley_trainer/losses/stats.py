@@ -23,6 +23,7 @@ class TokenStats:
     """
 
     kept_N: Tensor
+    logp_N: Tensor  # of the sampled token
     log_ratio_N: Tensor
     weight_N: Tensor
     kl_N: Tensor
@@ -31,6 +32,7 @@ class TokenStats:
     head_q_N: Tensor
     tail_ratio_N: Tensor
     correction_N: Tensor  # sum_H |coefficient_v - p_v f|: how far centering moves the gradient; 0 where p = q
+    reference_kl_N: Tensor  # k3 to the reference policy; 0 without one
 
 
 def support_kl(logp_C: Tensor, support: Support) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +66,7 @@ class Engine:
         )
         self._adam = adam
         self._optimizer: Any = None
+        self._reference: list[Tensor] = []
 
     # ------------------------------------------------------------------------------------------- weights
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
@@ -75,6 +77,23 @@ class Engine:
             for name, parameter in self._bare.named_parameters():
                 part = shards.cut(name, whole[self._global_name(name)], *self._placement(name, parameter)[:3])
                 parameter.copy_(part.to(parameter.dtype))
+
+    def keep_reference(self) -> None:
+        """Keeps a copy of the weights as they are now, in the model's dtype and on its device."""
+        self._reference = [parameter.detach().clone() for parameter in self._bare.parameters()]
+
+    @contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """Within, the model computes with the weights kept by keep_reference, without gradients."""
+        own = [parameter.data for parameter in self._bare.parameters()]
+        try:
+            for parameter, kept in zip(self._bare.parameters(), self._reference, strict=True):
+                parameter.data = kept
+            with torch.no_grad():
+                yield
+        finally:
+            for parameter, data in zip(self._bare.parameters(), own, strict=True):
+                parameter.data = data
 
     def build_optimizer(self) -> None:
         """Slow the first time (it compiles nothing, but imports much): done after version 0 is published."""
