@@ -18,7 +18,7 @@ def ledger() -> list[records.StepRecord]:
     """KL grows from the seventh step on, the reward falls with it."""
     found = []
     for number, kl in enumerate(COLLAPSE, 1):
-        group = records.GroupStep(name="h100-fp8", view="fp8", samples=8, turns=100, kl=records.Ratio(kl, 1.0))
+        group = records.GroupStep(name="h100-fp8", view="fp8", samples=64, turns=100, kl=records.Ratio(kl, 1.0))
         reward = records.Ratio(0.7 if number < 12 else 0.2, 1.0)
         found.append(study.step(number, kl=kl, groups=[group], reward=reward))
     return found

@@ -302,8 +302,8 @@ def test_a_quarantined_group_gets_no_session_and_its_samples_are_refused() -> No
     def record(number: int) -> records.StepRecord:
         grown = 0.01 if number <= 5 else 0.2
         groups = [
-            records.GroupStep(name="h100-fp8", view="fp8", samples=8, kl=records.Ratio(grown, 1.0)),
-            records.GroupStep(name="b200-nvfp4", view="nvfp4", samples=8, kl=records.Ratio(0.01, 1.0)),
+            records.GroupStep(name="h100-fp8", view="fp8", samples=64, kl=records.Ratio(grown, 1.0)),
+            records.GroupStep(name="b200-nvfp4", view="nvfp4", samples=64, kl=records.Ratio(0.01, 1.0)),
         ]
         return study.step(number, groups=groups)
 

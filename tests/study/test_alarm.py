@@ -10,12 +10,12 @@ from benchmarks.study.alarm import watch
 
 
 def test_a_warning_before_the_fall_is_in_time() -> None:
-    # early KL .02; above 3 x .02 from step 11 on: warned at 12 (patience 2), paused at 14; reward falls from step 15 on
+    # early KL .02; above 3 x .02 from step 11 on: warned at 12 (patience 2), paused at 13; reward falls from step 15 on
     steps = [record(step, 0.9) for step in range(1, 11)]
     steps += [record(step, 0.9, kl=Ratio(0.1 * 1000, 1000.0)) for step in range(11, 15)]
     steps += [record(step, 0.1, kl=Ratio(0.1 * 1000, 1000.0)) for step in range(15, 25)]
     found = watch(steps, Guard())
-    assert (found.warned, found.paused, found.fell, found.collapsed) == (12, 14, 16, 16)
+    assert (found.warned, found.paused, found.fell, found.collapsed) == (12, 13, 16, 16)
     assert found.in_time is True
     assert found.delay_steps == 4
     assert found.why.startswith("KL 0.1 against 0.02")

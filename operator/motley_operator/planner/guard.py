@@ -1,49 +1,80 @@
 """Growth of the mismatch between samplers and trainer, and what to do about it.
 
 What predicts a collapse is that the mismatch grows, not that it is large: a mixed fleet's KL is a few times a homogeneous one's
-with the same result. So every signal is compared with its own early level, the mean over the first `earlySteps` steps after the
+with the same result. So every signal is compared with its own early level, that of the first `earlySteps` steps after the
 ramp: an asynchronous run starts without lag, and while its samples become as stale as they will be, the mismatch grows manyfold
 whatever the policy does.
 
 Steps in a row above a threshold (`patienceSteps` = p) lead to
     a group:  p: throttled (half its share)   2p: quarantined (no sessions, its samples are refused)
-    the run:  p: warning                      2p: paused, unless single groups are to blame; then 4p, so that they go first
+    the run:  p: warning                    1.5p: paused, unless single groups are to blame; then 4p, so that they go first
 capped by `guard.action`. Quarantine and pause hold until a person edits the spec; a throttle ends when its group has been below
-every threshold for 2p steps.
+every threshold for 2p steps. Constants below were measured on recorded runs: see docs/guard.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from decimal import Decimal
 from statistics import fmean
 
 from motley_api import records
+from motley_api.records import Ratio
 from motley_api.resources.rlrun import Guard, GuardAction, GuardStatus
 
-# A step belongs to the ramp while its samples are older, on average, than half of the steps done before it (at a mean lag of 4: up to
-# step 8), for at most so many steps.
+# A step belongs to the ramp while its samples are older, on average, than this part of the steps done before it (at a mean lag of 4: up
+# to step 7), for at most so many steps.
+RAMP_SHARE = 2 / 3
 LONGEST_RAMP_STEPS = 32
+# Samples that must stand behind a level. A few tokens hold most of a KL: from a handful of episodes it jumps threefold by itself.
+# Steps with fewer are pooled: of a small group, or of a small batch.
+SAMPLES_PER_LEVEL = 64
 
+NOTHING = Ratio()
 ORDER = (GuardAction.WARN, GuardAction.THROTTLE, GuardAction.QUARANTINE, GuardAction.PAUSE)
 
 
 @dataclass(frozen=True)
 class Level:
-    """What is watched, at one step; None where nothing was measured."""
+    """What is watched, over one step or several in a row; 0/0 where nothing was measured."""
 
-    step: int
-    kl: float | None = None  # nats per token
-    tail_ratio: float | None = None
-    out_of_range: float | None = None  # share of tokens, 0..1
-    entropy: float | None = None
-    format_errors: float | None = None  # share of episodes that ended by them, 0..1
-    lag: float | None = None  # steps between the samples' weights and the step's
+    step: int  # the last one
+    samples: int | None = None  # trained on; None: not known, taken for enough
+    kl: Ratio = NOTHING  # nats per token
+    tail_ratio: Ratio = NOTHING
+    out_of_range: Ratio = NOTHING  # share of tokens, 0..1
+    entropy: Ratio = NOTHING
+    format_errors: Ratio = NOTHING  # share of episodes that ended by them, 0..1
+    lag: Ratio = NOTHING  # steps between the samples' weights and the step's
 
     @property
     def ramping(self) -> bool:
-        return self.lag is not None and 2 * self.lag > self.step - 1
+        lag = mean(self.lag)
+        return lag is not None and lag > RAMP_SHARE * (self.step - 1)
+
+    @property
+    def enough(self) -> bool:
+        return self.samples is None or self.samples >= SAMPLES_PER_LEVEL
+
+
+MEASURES = tuple(field.name for field in fields(Level) if field.name not in ("step", "samples"))
+
+
+def pool(levels: Sequence[Level]) -> Level:
+    """Several steps as one. A step whose sum is not a number counts as not measured."""
+
+    def of(name: str) -> Ratio:
+        known = [ratio for level in levels if not math.isnan((ratio := getattr(level, name)).num)]
+        return Ratio(sum(ratio.num for ratio in known), sum(ratio.den for ratio in known))
+
+    samples = [level.samples for level in levels if level.samples is not None]
+    return Level(
+        step=levels[-1].step,
+        samples=sum(samples) if len(samples) == len(levels) else None,
+        **{name: of(name) for name in MEASURES},
+    )
 
 
 @dataclass(frozen=True)
@@ -54,19 +85,32 @@ class Series:
     groups: Mapping[str, tuple[Level, ...]]
 
 
-def mean(ratio: records.Ratio) -> float | None:
+def mean(ratio: Ratio) -> float | None:
     return ratio.num / ratio.den if ratio.den else None
 
 
 def _of_group(record: records.StepRecord, group: records.GroupStep) -> Level:
-    episodes = group.samples + group.discarded
     return Level(
         step=record.step,
-        kl=mean(group.kl),
-        out_of_range=mean(group.out_of_range),
-        entropy=mean(group.entropy),
-        format_errors=group.format_error_ends / episodes if episodes else None,
-        lag=mean(group.lag),
+        samples=group.samples,
+        kl=group.kl,
+        out_of_range=group.out_of_range,
+        entropy=group.entropy,
+        format_errors=Ratio(float(group.format_error_ends), float(group.samples + group.discarded)),
+        lag=group.lag,
+    )
+
+
+def _of_run(record: records.StepRecord) -> Level:
+    return Level(
+        step=record.step,
+        samples=sum(group.samples for group in record.groups) if record.groups else None,
+        kl=record.kl,
+        tail_ratio=record.tail_ratio,
+        out_of_range=record.out_of_range,
+        entropy=record.entropy,
+        format_errors=record.format_error_ends,
+        lag=record.lag,
     )
 
 
@@ -82,18 +126,7 @@ def series(steps: Iterable[records.StepRecord]) -> Series:
         for group in record.groups:
             groups.setdefault(group.name, []).append(_of_group(record, group))
     return Series(
-        run=tuple(
-            Level(
-                step=record.step,
-                kl=mean(record.kl),
-                tail_ratio=mean(record.tail_ratio),
-                out_of_range=mean(record.out_of_range),
-                entropy=mean(record.entropy),
-                format_errors=mean(record.format_error_ends),
-                lag=mean(record.lag),
-            )
-            for record in ordered
-        ),
+        run=tuple(_of_run(record) for record in ordered),
         groups={name: tuple(levels) for name, levels in groups.items()},
     )
 
@@ -127,67 +160,51 @@ class Thresholds:
         )
 
 
-@dataclass(frozen=True)
-class Early:
-    """The level that a series started from: means over its first steps after the ramp."""
-
-    kl: float | None
-    tail_ratio: float | None
-    out_of_range: float | None
-    entropy: float | None
-    last_step: int
-
-
-def early(levels: Sequence[Level], steps: int) -> Early | None:
-    """None until `steps` steps were seen after the ramp: without an early level nothing can have grown."""
+def early(levels: Sequence[Level], steps: int) -> Level | None:
+    """The level that a series started from: of its first `steps` steps after the ramp, or of as many more as it takes for enough
+    samples. None until then: without an early level nothing can have grown."""
     ramp = max((place for place, level in enumerate(levels[:LONGEST_RAMP_STEPS], 1) if level.ramping), default=0)
-    first = levels[ramp : ramp + steps]
-    if len(first) < steps:
-        return None
-
-    def of(values: Iterable[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return fmean(known) if known else None
-
-    return Early(
-        kl=of(level.kl for level in first),
-        tail_ratio=of(level.tail_ratio for level in first),
-        out_of_range=of(level.out_of_range for level in first),
-        entropy=of(level.entropy for level in first),
-        last_step=first[-1].step,
-    )
+    last = LONGEST_RAMP_STEPS + steps  # all that the operator is sure to remember of a series' beginning
+    for end in range(ramp + steps, min(len(levels), last) + 1):
+        found = pool(levels[ramp:end])
+        if found.enough or end == last:
+            return found
+    return None
 
 
-def _grown(now: float | None, before: float | None, times: float, floor: float) -> bool:
+def _grown(now: Ratio, before: Ratio, times: float, floor: float) -> bool:
     """At least `times` its early level, and at least `floor`; without a floor, nothing grows from 0."""
-    return now is not None and before is not None and now >= max(floor, times * before) and max(floor, before) > 0
+    value, start = mean(now), mean(before)
+    return value is not None and start is not None and value >= max(floor, times * start) and max(floor, start) > 0
 
 
-def alarms(level: Level, start: Early, limits: Thresholds) -> tuple[str, ...]:
+def alarms(level: Level, start: Level, limits: Thresholds) -> tuple[str, ...]:
     """What is above its threshold at one step, with the numbers."""
     found = []
     if _grown(level.kl, start.kl, limits.kl_growth, limits.kl_floor):
-        found.append(f"KL {level.kl:.4g} against {start.kl:.4g} early (limit {limits.kl_growth:g}x)")
-    if _grown(level.tail_ratio, start.tail_ratio, limits.tail_ratio, 0.0):
+        found.append(f"KL {mean(level.kl):.4g} against {mean(start.kl):.4g} early (limit {limits.kl_growth:g}x)")
+    # A tail ratio of 1 is no mismatch; below it the sampler has less mass in the tail, where it draws nothing then.
+    if _grown(level.tail_ratio, start.tail_ratio, limits.tail_ratio, limits.tail_ratio):
         found.append(
-            f"tail ratio {level.tail_ratio:.4g} against {start.tail_ratio:.4g} early (limit {limits.tail_ratio:g}x)"
+            f"tail ratio {mean(level.tail_ratio):.4g} against {mean(start.tail_ratio):.4g} early"
+            f" (limit {limits.tail_ratio:g}x)"
         )
     if _grown(level.out_of_range, start.out_of_range, limits.out_of_range_growth, limits.out_of_range_floor):
-        now, before = 100 * (level.out_of_range or 0), 100 * (start.out_of_range or 0)
+        now, before = 100 * (mean(level.out_of_range) or 0), 100 * (mean(start.out_of_range) or 0)
         found.append(
             f"out-of-range tokens {now:.3g}% against {before:.3g}% early (limit {limits.out_of_range_growth:g}x)"
         )
-    if level.format_errors is not None and level.format_errors >= limits.format_errors:
-        found.append(
-            f"{100 * level.format_errors:.3g}% of episodes ended by format errors (limit {100 * limits.format_errors:g}%)"
-        )
+    errors = mean(level.format_errors)
+    if errors is not None and errors >= limits.format_errors:
+        found.append(f"{100 * errors:.3g}% of episodes ended by format errors (limit {100 * limits.format_errors:g}%)")
     return tuple(found)
 
 
-def entropy_fell(level: Level, start: Early, limits: Thresholds) -> str:
-    if level.entropy is None or not start.entropy or level.entropy * limits.entropy_fall > start.entropy:
+def entropy_fell(level: Level, start: Level, limits: Thresholds) -> str:
+    now, before = mean(level.entropy), mean(start.entropy)
+    if now is None or not before or now * limits.entropy_fall > before:
         return ""
-    return f"entropy {level.entropy:.4g} against {start.entropy:.4g} early (limit 1/{limits.entropy_fall:g})"
+    return f"entropy {now:.4g} against {before:.4g} early (limit 1/{limits.entropy_fall:g})"
 
 
 @dataclass(frozen=True)
@@ -199,15 +216,24 @@ class Streak:
     why: str = ""
 
 
+def windows(levels: Sequence[Level]) -> Iterator[Level]:
+    """From the newest step back: each step that has enough samples, or as many in a row, each counted once, as it takes for enough."""
+    end = len(levels)
+    for start in range(len(levels) - 1, -1, -1):
+        found = pool(levels[start:end])
+        if found.enough:
+            yield found
+            end = start
+
+
 def streak(levels: Sequence[Level], limits: Thresholds, since_step: int) -> Streak:
     """Steps in a row with the same verdict at the end of the series; early steps and steps up to `since_step` do not count."""
     start = early(levels, limits.early_steps)
     if start is None:
         return Streak()
-    counted = [level for level in levels if level.step > max(start.last_step, since_step)]
     above = below = 0
     why: tuple[str, ...] = ()
-    for level in reversed(counted):
+    for level in windows([level for level in levels if level.step > max(start.step, since_step)]):
         found = alarms(level, start, limits)
         if found and not below:
             above, why = above + 1, why or found
@@ -257,10 +283,16 @@ def _group_action(seen: Streak, held: GuardAction | None, guard: Guard) -> Guard
 def growth(levels: Sequence[Level], early_steps: int, last: int = 3) -> Decimal | None:
     """KL of the last steps over the early level."""
     start = early(levels, early_steps)
-    recent = [level.kl for level in levels[-last:] if level.kl is not None]
-    if start is None or not start.kl or not recent:
+    recent = [value for level in levels[-last:] if (value := mean(level.kl)) is not None]
+    if start is None or not (before := mean(start.kl)) or not recent:
         return None
-    return Decimal(repr(fmean(recent) / start.kl)).quantize(Decimal("0.01"))
+    return Decimal(repr(fmean(recent) / before)).quantize(Decimal("0.01"))
+
+
+def _fleet_is_sound(cleared: Iterable[str], seen: Series) -> bool:
+    """Whether the groups that are below every threshold drew at least half of the newest samples. One not judged yet is not cleared."""
+    drawn = {name: levels[-1].samples or 0 for name, levels in seen.groups.items() if levels}
+    return 2 * sum(drawn.get(name, 0) for name in cleared) >= sum(drawn.values()) > 0
 
 
 def judge(guard: Guard, generation: int, held: GuardStatus | None, seen: Series, groups: Iterable[str]) -> Verdict:
@@ -276,15 +308,15 @@ def judge(guard: Guard, generation: int, held: GuardStatus | None, seen: Series,
 
     before = {item.name: item.action for item in held.groups}
     now: dict[str, GuardAction] = {}
-    blamed: list[str] = []
+    blamed, cleared = [], []
     names = sorted(set(groups))
     for name in names:
         found = streak(seen.groups.get(name, ()), limits, held.since_step)
         action = _group_action(found, before.get(name), guard)
         if action is not None:
             now[name] = action
-        if found.above:
-            blamed.append(name)
+        if found.above or found.below:
+            (blamed if found.above else cleared).append(name)
         if action is not before.get(name):
             news.append(
                 (
@@ -296,8 +328,7 @@ def judge(guard: Guard, generation: int, held: GuardStatus | None, seen: Series,
 
     whole = streak(seen.run, limits, held.since_step)
     p = guard.patience_steps
-    single_groups = bool(blamed) and len(blamed) < len(names)
-    pause_after = 4 * p if single_groups else 2 * p
+    pause_after = 4 * p if blamed and _fleet_is_sound(cleared, seen) else math.ceil(1.5 * p)
     wanted = GuardAction.PAUSE if whole.above >= pause_after else GuardAction.WARN if whole.above >= p else None
     start = early(seen.run, guard.early_steps)
     fell = entropy_fell(seen.run[-1], start, limits) if start is not None and newest > held.since_step else ""
