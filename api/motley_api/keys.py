@@ -20,6 +20,10 @@ ROLES = (ROLE_SAMPLER, ROLE_ROUTER, ROLE_ROLLOUT, ROLE_TRAINER)
 
 # Annotations.
 SPEC_HASH_ANNOTATION = f"{API_GROUP}/spec-hash"  # hash of what a child was rendered from
+START_ANNOTATION = f"{API_GROUP}/start"  # hashes of what pods read only at their start, by part of the spec
+RENDERED_BY_ANNOTATION = (
+    f"{API_GROUP}/rendered-by"  # hash of how this version of the operator renders pods, images included
+)
 STEPS_ANNOTATION = f"{API_GROUP}/steps"  # on the trainer's Job: spec.steps when it was made
 DELETION_COST_ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"  # lower goes first on a scale-down
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
@@ -52,6 +56,8 @@ ENV_SCRATCH = "MOTLEY_SCRATCH"  # an emptyDir: pulled views, sandboxes
 # A process that can never work as configured (no such model, no tasks) writes why to stderr, last, and exits with this code:
 # sysexits' EX_CONFIG. The trainer's Job is then failed at once, and the text becomes a condition.
 EXIT_CONFIG = 78
+# A pod of the training gang that left after a save because it, or another pod of the gang, was asked to: 128 + SIGTERM. No failure.
+EXIT_STOPPED = 143
 
 # Ports: one each, on the pod's own address; /health, /metrics and the role's API share it.
 ROUTER_PORT = 8000

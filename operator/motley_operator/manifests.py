@@ -9,12 +9,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from motley_api import GROUP_VERSION, keys, records
-from motley_api.resources import RLRunSpec, SamplerGroupSpec
-from motley_api.resources.base import PodOverrides
-from motley_api.resources.rlrun import InlineGroup
+from motley_api.resources import GpuTypeName, Precision, RLRunSpec, SamplerGroupSpec
+from motley_api.resources.base import Model, PodOverrides
+from motley_api.resources.rlrun import InlineGroup, ModelSource, Store, Tasks
+from motley_api.resources.samplergroup import RunRef as GroupRunRef
 
 from motley_operator import names
 from motley_operator.planner import placement
@@ -55,7 +57,7 @@ def labels(run: str, role: str = "", group: str = "") -> dict[str, str]:
     return found
 
 
-def hashed(manifest: Json) -> Json:
+def hashed(manifest: Mapping[str, Any]) -> Json:
     """With the hash of all that was rendered, so that also a field that went away shows as a difference."""
     text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -309,6 +311,8 @@ def _deployment(
     replicas: int,
     template: Json,
     strategy: Json,
+    reads: str,
+    settings: Settings,
     more_labels: Mapping[str, str] | None = None,
 ) -> Json:
     spec = {
@@ -319,12 +323,98 @@ def _deployment(
         "strategy": strategy,
         "template": template,
     }
-    return _object("apps/v1", "Deployment", run, name, owned_by, {**selector, **(more_labels or {})}, spec=spec)
+    annotations = {keys.START_ANNOTATION: reads, keys.RENDERED_BY_ANNOTATION: rendering(settings)}
+    labelled = {**selector, **(more_labels or {})}
+    return _object(
+        "apps/v1", "Deployment", run, name, owned_by, labelled, metadata={"annotations": annotations}, spec=spec
+    )
 
 
-def router_deployment(run: RunRef, spec: RLRunSpec, settings: Settings, urls: Urls, replicas: int) -> Json:
-    """One router, replaced by Recreate: two at once would each place sessions."""
-    labelled = labels(run.name, keys.ROLE_ROUTER)
+# What pods read only at their start: a change of it replaces them.
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _set(part: Model | None) -> object:
+    """What differs from the defaults, so that a field which a later version adds changes no digest."""
+    return None if part is None else part.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+
+
+def trainer_reads(spec: RLRunSpec) -> dict[str, str]:
+    """Part of the spec -> digest, of what the gang reads at its start and a person may change."""
+    parts = {
+        "trainer": spec.trainer,
+        "staleness": spec.staleness,
+        "evaluation": spec.evaluation,
+        "checkpoint": spec.checkpoint,
+        "store": spec.store,
+    }
+    found = {name: _digest(_set(part)) for name, part in parts.items()}
+    return {**found, "rollout.sessions": _digest(spec.rollout.sessions)}
+
+
+def reads_text(reads: Mapping[str, str]) -> str:
+    return ",".join(f"{name}={digest}" for name, digest in sorted(reads.items()))
+
+
+def rollout_reads(spec: RLRunSpec, urls: Urls) -> str:
+    return _digest([_set(spec.rollout), urls.router, urls.trainer])
+
+
+def engine_hash(spec: SamplerGroupSpec) -> str:
+    """Of what an engine reads only at its start."""
+    read_at_start = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    for name in ("replicas", "minReplicas", "maxReplicas", "turnsPerEngineHour", "queueName"):
+        read_at_start.pop(name, None)
+    return _digest(read_at_start)
+
+
+@lru_cache(maxsize=4)
+def rendering(settings: Settings) -> str:
+    """Of how this version of the operator, with its images, renders pods: one of each, hashed."""
+    spec = RLRunSpec(
+        model=ModelSource(source="/model", context_length=4096),
+        tasks=Tasks(source="/tasks"),
+        store=Store(url="file:///store", claim_name="store"),
+        steps=1,
+    )
+    group = SamplerGroupSpec(gpu_type=GpuTypeName.H100, precision=Precision.BF16, run_ref=GroupRunRef(name="run"))
+    run, urls = RunRef("namespace", "run", "uid"), Urls("http://router", "http://trainer")
+    templates = [
+        router_template(run, spec, settings, urls),
+        rollout_template(run, spec, settings, urls),
+        sampler_template(run, spec, settings, urls, "run-group", group),
+    ]
+    return _digest(templates)
+
+
+def adopted(manifest: Mapping[str, Any], live: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """As it should be applied over `live`: pods that another version of the operator rendered keep their template while they run
+    and read the same at their start. An upgrade of the operator restarts nothing."""
+    spec = (live or {}).get("spec", {})
+    if live is None or not spec.get("replicas", 0) or "template" not in spec:
+        return manifest
+    wanted = manifest["metadata"]["annotations"]
+    found = live["metadata"].get("annotations", {})
+    rendered_by, reads = found.get(keys.RENDERED_BY_ANNOTATION), found.get(keys.START_ANNOTATION)
+    if rendered_by == wanted[keys.RENDERED_BY_ANNOTATION] or reads not in (None, wanted[keys.START_ANNOTATION]):
+        return manifest
+    annotations = {
+        keys.START_ANNOTATION: wanted[keys.START_ANNOTATION],
+        keys.RENDERED_BY_ANNOTATION: rendered_by or "unknown",
+    }
+    return hashed(
+        {
+            **manifest,
+            "metadata": {**manifest["metadata"], "annotations": annotations},
+            "spec": {**manifest["spec"], "template": spec["template"]},
+        }
+    )
+
+
+def router_template(run: RunRef, spec: RLRunSpec, settings: Settings, urls: Urls) -> Json:
     pod = Pod(
         role=keys.ROLE_ROUTER,
         image=settings.image_router,
@@ -337,15 +427,28 @@ def router_deployment(run: RunRef, spec: RLRunSpec, settings: Settings, urls: Ur
             "readinessProbe": _probe("/health", keys.ROUTER_PORT, period_s=2, failures=3),
             "livenessProbe": _probe("/health", keys.ROUTER_PORT, period_s=10, failures=6),
         },
-        labels=labelled,
+        labels=labels(run.name, keys.ROLE_ROUTER),
         store=False,
     )
-    template = _pod_template(run, spec, urls, pod, {})
-    return _deployment(run, names.router(run.name), run.owner(), labelled, replicas, template, {"type": "Recreate"})
+    return _pod_template(run, spec, urls, pod, {})
 
 
-def rollout_deployment(run: RunRef, spec: RLRunSpec, settings: Settings, urls: Urls, replicas: int) -> Json:
-    labelled = labels(run.name, keys.ROLE_ROLLOUT)
+def router_deployment(run: RunRef, spec: RLRunSpec, settings: Settings, urls: Urls, replicas: int) -> Json:
+    """One router, replaced by Recreate: two at once would each place sessions."""
+    return _deployment(
+        run,
+        names.router(run.name),
+        run.owner(),
+        labels(run.name, keys.ROLE_ROUTER),
+        replicas,
+        router_template(run, spec, settings, urls),
+        {"type": "Recreate"},
+        _digest([urls.router, urls.trainer]),
+        settings,
+    )
+
+
+def rollout_template(run: RunRef, spec: RLRunSpec, settings: Settings, urls: Urls) -> Json:
     pod = Pod(
         role=keys.ROLE_ROLLOUT,
         image=settings.image_rollout,
@@ -358,41 +461,29 @@ def rollout_deployment(run: RunRef, spec: RLRunSpec, settings: Settings, urls: U
             "readinessProbe": _probe("/health", keys.ROLLOUT_PORT, period_s=5, failures=3),
             "livenessProbe": _probe("/health", keys.ROLLOUT_PORT, period_s=20, failures=6),
         },
-        labels=labelled,
+        labels=labels(run.name, keys.ROLE_ROLLOUT),
+        annotations={keys.START_ANNOTATION: rollout_reads(spec, urls)},
     )
-    template = _pod_template(run, spec, urls, pod, {})
-    strategy = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
-    return _deployment(run, names.rollout(run.name), run.owner(), labelled, replicas, template, strategy)
+    return _pod_template(run, spec, urls, pod, {})
 
 
-def engine_hash(spec: SamplerGroupSpec) -> str:
-    """Of what an engine reads only at its start: a change of it replaces the group's pods, with drain."""
-    read_at_start = spec.to_json_dict()
-    for name in (
-        "replicas",
-        "minReplicas",
-        "maxReplicas",
-        "turnsPerEngineHour",
-        "drainSeconds",
-        "queueName",
-        "template",
-    ):
-        read_at_start.pop(name, None)
-    return hashlib.sha256(json.dumps(read_at_start, sort_keys=True).encode()).hexdigest()[:16]
+def rollout_deployment(run: RunRef, spec: RLRunSpec, settings: Settings, urls: Urls, replicas: int) -> Json:
+    return _deployment(
+        run,
+        names.rollout(run.name),
+        run.owner(),
+        labels(run.name, keys.ROLE_ROLLOUT),
+        replicas,
+        rollout_template(run, spec, settings, urls),
+        {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+        rollout_reads(spec, urls),
+        settings,
+    )
 
 
-def sampler_deployment(
-    run: RunRef,
-    run_spec: RLRunSpec,
-    settings: Settings,
-    urls: Urls,
-    group: str,
-    group_uid: str,
-    spec: SamplerGroupSpec,
-    replicas: int,
+def sampler_template(
+    run: RunRef, run_spec: RLRunSpec, settings: Settings, urls: Urls, group: str, spec: SamplerGroupSpec
 ) -> Json:
-    """The group's engines. A roll-out takes one away before it adds one: GPUs are what there is least of."""
-    selector = labels(run.name, keys.ROLE_SAMPLER, group)
     priced = {keys.GPU_TYPE_LABEL: spec.gpu_type.value, keys.CAPACITY_TYPE_LABEL: spec.capacity_type.value}
     pod = Pod(
         role=keys.ROLE_SAMPLER,
@@ -408,17 +499,38 @@ def sampler_deployment(
             "readinessProbe": _probe("/health", keys.SAMPLER_PORT, period_s=2, failures=3),
             "livenessProbe": _probe("/motley/alive", keys.SAMPLER_PORT, period_s=10, failures=12),
         },
-        labels={**selector, **priced},
+        labels={**labels(run.name, keys.ROLE_SAMPLER, group), **priced},
         gpus=spec.gpus_per_engine,
         affinity=placement.node_affinity(spec.gpu_type, spec.capacity_type),
         tolerations=tuple(placement.tolerations(spec.capacity_type)),
-        annotations={keys.SPEC_HASH_ANNOTATION: engine_hash(spec)},
+        annotations={keys.START_ANNOTATION: engine_hash(spec)},
     )
-    template = _pod_template(run, run_spec, urls, pod, {})
-    strategy = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}
-    owned_by = owner("SamplerGroup", group, group_uid)
-    queue = {keys.QUEUE_LABEL: spec.queue_name} if spec.queue_name else {}
-    return _deployment(run, group, owned_by, selector, replicas, template, strategy, queue)
+    return _pod_template(run, run_spec, urls, pod, {})
+
+
+def sampler_deployment(
+    run: RunRef,
+    run_spec: RLRunSpec,
+    settings: Settings,
+    urls: Urls,
+    group: str,
+    group_uid: str,
+    spec: SamplerGroupSpec,
+    replicas: int,
+) -> Json:
+    """The group's engines. A roll-out takes one away before it adds one: GPUs are what there is least of."""
+    return _deployment(
+        run,
+        group,
+        owner("SamplerGroup", group, group_uid),
+        labels(run.name, keys.ROLE_SAMPLER, group),
+        replicas,
+        sampler_template(run, run_spec, settings, urls, group, spec),
+        {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
+        _digest([engine_hash(spec), urls.router, urls.trainer]),
+        settings,
+        {keys.QUEUE_LABEL: spec.queue_name} if spec.queue_name else {},
+    )
 
 
 def trainer_job(run: RunRef, spec: RLRunSpec, settings: Settings, urls: Urls, *, suspend: bool) -> Json:
@@ -458,6 +570,15 @@ def trainer_job(run: RunRef, spec: RLRunSpec, settings: Settings, urls: Urls, *,
                     "action": "FailJob",
                     "onExitCodes": {"containerName": keys.ROLE_TRAINER, "operator": "In", "values": [keys.EXIT_CONFIG]},
                 },
+                # Of a preempted gang one pod is disrupted; the others save and leave with it.
+                {
+                    "action": "Ignore",
+                    "onExitCodes": {
+                        "containerName": keys.ROLE_TRAINER,
+                        "operator": "In",
+                        "values": [keys.EXIT_STOPPED],
+                    },
+                },
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             ]
         },
@@ -470,6 +591,11 @@ def trainer_job(run: RunRef, spec: RLRunSpec, settings: Settings, urls: Urls, *,
         names.trainer(run.name),
         run.owner(),
         selector,
-        metadata={"annotations": {keys.STEPS_ANNOTATION: str(spec.steps)}},
+        metadata={
+            "annotations": {
+                keys.STEPS_ANNOTATION: str(spec.steps),
+                keys.START_ANNOTATION: reads_text(trainer_reads(spec)),
+            }
+        },
         spec=job,
     )

@@ -158,8 +158,9 @@ def test_the_gang_has_one_pod_a_node_and_ends_at_once_on_bad_configuration() -> 
     assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (4, 4, "Indexed")
     assert spec["template"]["spec"]["restartPolicy"] == "Never"
     assert spec["template"]["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "8"}
-    fail, ignore = spec["podFailurePolicy"]["rules"]
+    fail, left, ignore = spec["podFailurePolicy"]["rules"]
     assert (fail["action"], fail["onExitCodes"]["values"]) == ("FailJob", [78])
+    assert (left["action"], left["onExitCodes"]["values"]) == ("Ignore", [143])  # saved, and left with its gang
     assert (ignore["action"], ignore["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -13,12 +14,13 @@ from motley_api import keys, records
 from motley_api.resources import RLRunStatus
 from motley_operator import manifests
 from motley_operator.planner.conditions import RUN_CONDITIONS
-from motley_operator.planner.model import Apply, Create, Delete, Object, Patch, Plan, PushFleet, Snapshot
+from motley_operator.planner.model import Apply, Create, Delete, Object, Patch, Plan, PushFleet, Settings, Snapshot
 from motley_operator.planner.plan import plan
 from planner import study
 from planner.study import at
 
 RUN = manifests.RunRef("ns", "study", "uid-run")
+URLS = manifests.Urls("http://10.0.0.1:8000", "http://10.0.0.2:8100")
 
 
 def live(manifest: Object, **more: Any) -> Object:
@@ -26,6 +28,14 @@ def live(manifest: Object, **more: Any) -> Object:
     obj = json.loads(json.dumps(manifest))
     obj["metadata"].setdefault("uid", f"uid-{obj['kind']}-{obj['metadata']['name']}")
     return {**obj, **more}
+
+
+def merged(old: Object, body: Object) -> dict[str, Any]:
+    """As a merge patch does."""
+    found = dict(old)
+    for key, value in body.items():
+        found[key] = merged(found.get(key, {}), value) if isinstance(value, Mapping) else value
+    return found
 
 
 def settle(seen: Snapshot, now: datetime, rounds: int = 6) -> Snapshot:
@@ -45,7 +55,7 @@ def settle(seen: Snapshot, now: datetime, rounds: int = 6) -> Snapshot:
                     seen = replace(seen, has_token=True)
                 case Patch(kind=kind, name=name, body=body):
                     old = children[kind, name]
-                    children[kind, name] = {**old, "spec": {**old["spec"], **body["spec"]}}
+                    children[kind, name] = merged(old, body)
                 case Delete(kind=kind, name=name):
                     children.pop((kind, name))
                 case PushFleet(role=role, fleet=fleet):
@@ -96,7 +106,9 @@ def running(**more: Any) -> Snapshot:
         fleet_generation=1,
     )
     router = records.RouterStatus(fleet_generation=1, sessions_active=0, sessions_total=0, groups=[], engines=[])
-    return study.snapshot(groups, pods, **{"trainer": trainer, "router": router, **more})
+    job = live(manifests.trainer_job(RUN, study.run_spec(), Settings(), URLS, suspend=False))
+    values: dict[str, Any] = {"trainer": trainer, "router": router, "children": {("Job", "study-trainer"): job}}
+    return study.snapshot(groups, pods, **{**values, **more})
 
 
 def with_job(seen: Snapshot, *conditions: dict[str, str]) -> Snapshot:
@@ -283,19 +295,30 @@ def test_bad_configuration_becomes_a_condition_with_its_text_and_stops_the_pods(
     assert set(replicas(after).values()) == {0}
 
 
-def test_the_guards_pause_stops_new_work_and_keeps_the_pods() -> None:
+def test_the_guards_pause_stops_the_bill_until_a_person_edits_the_spec() -> None:
     kls = [0.01] * 5 + [0.1] * 4
     seen = settle(
         replace(running(), steps=tuple(study.step(number, kl=kl) for number, kl in enumerate(kls, 1))), at(600)
     )
     fleet = json.loads(seen.children["ConfigMap", "study-fleet"]["data"]["fleet.json"])
     assert fleet["paused"] is True
-    assert replicas(seen)["h100-fp8"] == 1
+    assert set(replicas(seen).values()) == {0}
+    assert seen.children["Job", "study-trainer"]["spec"]["suspend"] is True  # SIGTERM: it saves
     decided = plan(seen, at(601))
     assert condition(decided, "MismatchHealthy") == ("False", "Paused")
     assert condition(decided, "Succeeded") == ("Unknown", "Paused")
+    assert condition(decided, "Suspended") == ("False", "Suspending")
     assert "KL 0.1 against 0.01 early" in message(decided, "Succeeded")
     assert any(item.what == "guard: Pause the run" for item in seen.status.decisions)
+
+    # No pod is left, nobody answers, the operator was restarted: it holds.
+    quiet = {"pods": (), "trainer": None, "router": None, "steps": ()}
+    resting = settle(replace(seen, **quiet), at(700))
+    assert condition(plan(resting, at(700)), "Suspended") == ("True", "Paused")
+    assert "KL 0.1 against 0.01 early" in message(plan(resting, at(700)), "Succeeded")
+    edited = settle(replace(resting, generation=2, spec=study.run_spec(guard={"klGrowth": "20"})), at(800))
+    assert edited.children["Job", "study-trainer"]["spec"]["suspend"] is False
+    assert replicas(edited) == {"study-router": 1, "study-rollout": 1, "h100-fp8": 1, "b200-nvfp4": 1}
 
 
 def test_a_quarantined_group_gets_no_session_and_its_samples_are_refused() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from motley_api import keys
 from motley_api.resources.rlrun import Totals
 
-from motley_operator import names
+from motley_operator import manifests, names
 from motley_operator.planner.model import Object, PodView, Snapshot
 
 
@@ -28,7 +28,9 @@ class State(StrEnum):
     INVALID = "InvalidConfiguration"
 
 
-STOPPED = frozenset({State.SUSPENDED, State.BUDGET_SPENT, State.COMPLETED, State.FAILED, State.INVALID})
+# The trainer saves, and every pod goes: what does not train does not cost. All of these go on from the last checkpoint.
+RESTING = frozenset({State.SUSPENDED, State.BUDGET_SPENT, State.PAUSED})
+STOPPED = RESTING | {State.COMPLETED, State.FAILED, State.INVALID}
 LONG_AGO = datetime.min.replace(tzinfo=UTC)
 ENDED = frozenset({State.COMPLETED, State.FAILED, State.INVALID})
 
@@ -49,8 +51,8 @@ class Life:
         return self.state in ENDED
 
     @property
-    def job_suspended(self) -> bool:
-        return self.state in (State.SUSPENDED, State.BUDGET_SPENT)
+    def resting(self) -> bool:
+        return self.state in RESTING
 
 
 def job_condition(job: Object | None, kind: str) -> dict[str, Any] | None:
@@ -65,6 +67,39 @@ def to_extend(seen: Snapshot) -> bool:
         return False
     made_for = job["metadata"].get("annotations", {}).get(keys.STEPS_ANNOTATION, "")
     return made_for.isdigit() and int(made_for) < seen.spec.steps
+
+
+def edited_since_start(seen: Snapshot) -> tuple[str, ...]:
+    """Parts of the spec that the gang reads at its start and that changed since its Job was made. A Job of an operator that did
+    not note them yet was made from the spec as it is."""
+    job = seen.child("Job", names.trainer(seen.name))
+    noted = (job or {}).get("metadata", {}).get("annotations", {}).get(keys.START_ANNOTATION)
+    if not noted:
+        return ()
+    before = dict(part.split("=", 1) for part in noted.split(",") if "=" in part)
+    now = manifests.trainer_reads(seen.spec)
+    # A part that only one side knows comes from another version of the operator, not from a person.
+    return tuple(sorted(name for name in now.keys() & before.keys() if now[name] != before[name]))
+
+
+def gang_pods(seen: Snapshot) -> tuple[PodView, ...]:
+    """The trainer's pods that have not ended."""
+    return tuple(pod for pod in seen.pods if pod.role == keys.ROLE_TRAINER and pod.exists and pod.finished is None)
+
+
+def restarts_gang(seen: Snapshot, life: Life) -> tuple[str, ...]:
+    """What makes the gang that runs now save, leave and start again; empty once it has been asked to."""
+    job = seen.child("Job", names.trainer(seen.name))
+    ended = job_condition(job, "Complete") or job_condition(job, "Failed")
+    if job is None or ended or life.stopped or job.get("spec", {}).get("suspend", False):
+        return ()
+    return edited_since_start(seen)
+
+
+def to_retry(seen: Snapshot) -> bool:
+    """The Job failed, and what it failed with has been edited since."""
+    job = seen.child("Job", names.trainer(seen.name))
+    return job_condition(job, "Failed") is not None and bool(edited_since_start(seen))
 
 
 def invalid_configuration(seen: Snapshot, role: str | None = None) -> str:
@@ -97,7 +132,7 @@ def judge(seen: Snapshot, totals: Totals, *, guard_paused: bool, guard_message: 
             return Life(State.COMPLETED, f"all {seen.spec.steps} steps are done")
         if job is None and succeeded is not None and succeeded.status == "True":
             return Life(State.COMPLETED, succeeded.message)
-    if failed := job_condition(job, "Failed"):
+    if (failed := job_condition(job, "Failed")) and not to_retry(seen):
         if words := invalid_configuration(seen, keys.ROLE_TRAINER):
             return Life(State.INVALID, words)
         if succeeded is not None and succeeded.status == "False" and succeeded.reason in (State.FAILED, State.INVALID):
@@ -113,7 +148,7 @@ def judge(seen: Snapshot, totals: Totals, *, guard_paused: bool, guard_message: 
                 f"the run has cost ${totals.billed_usd} of budget.usdTotal ${cap}; raise it to go on from the last checkpoint",
             )
     if guard_paused:
-        return Life(State.PAUSED, f"paused by the guard: {guard_message}; edit spec to go on")
+        return Life(State.PAUSED, f"paused by the guard: {guard_message}; edit spec to go on from the last checkpoint")
     step = seen.trainer.step if seen.trainer is not None else seen.status.step or 0
     if step == 0:
         return Life(State.STARTING, "no step is done yet")

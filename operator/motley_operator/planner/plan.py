@@ -130,7 +130,7 @@ def decide(seen: Snapshot, now: datetime) -> Decided:
     wanted = shares.fleet(
         capacities(seen, verdict, allotment),
         generation=0,
-        paused=life.state in (lifecycle.State.PAUSED, *lifecycle.STOPPED),
+        paused=life.stopped,
     )
     heard = max(
         seen.router.fleet_generation if seen.router is not None else 0,
@@ -181,7 +181,7 @@ def resized(
         quarantined=frozenset(
             group.name for group in seen.groups if verdict.action(group.name) is GuardAction.QUARANTINE
         ),
-        running=not unknown and not life.ended and life.state not in (lifecycle.State.PAUSED, *lifecycle.STOPPED),
+        running=not unknown and not life.stopped,
     )
 
 
@@ -400,25 +400,56 @@ def workloads(seen: Snapshot, made: Decided, run: manifests.RunRef, urls: manife
                 made.allotment.replicas[group.name],
             )
         )
-    found: list[Action] = [Apply(manifest) for manifest in wanted if _to_apply(seen, run, manifest)]
+    kept = [manifests.adopted(manifest, seen.child("Deployment", manifest["metadata"]["name"])) for manifest in wanted]
+    found: list[Action] = [Apply(manifest) for manifest in kept if _to_apply(seen, run, manifest)]
     return found + gang(seen, made, run, urls)
 
 
 def gang(seen: Snapshot, made: Decided, run: manifests.RunRef, urls: manifests.Urls) -> list[Action]:
-    """The trainer's Job: made once, its suspend flag kept right, made again when spec.steps grew past a complete one."""
+    """The trainer's Job. Its template cannot change, so what needs another is made anew, once its pods have saved and gone: two gangs
+    at once would write over each other."""
     name = names.trainer(seen.name)
-    job = seen.child("Job", name)
+    job, wanted = seen.child("Job", name), manifests.trainer_job(run, seen.spec, seen.settings, urls, suspend=False)
+    left = lifecycle.gang_pods(seen)
     if job is None:
-        if made.life.stopped:
-            return []
-        return [Apply(manifests.trainer_job(run, seen.spec, seen.settings, urls, suspend=False))]
+        return [] if made.life.stopped or left else [Apply(wanted)]
+    if "deletionTimestamp" in job["metadata"] or foreign(job, wanted):
+        return []
     if lifecycle.to_extend(seen):
         return [_delete(seen, "Job", name, f"complete, and spec.steps is {seen.spec.steps} now")]
-    ended = lifecycle.job_condition(job, "Complete") or lifecycle.job_condition(job, "Failed")
-    if ended or made.life.ended or bool(job["spec"].get("suspend", False)) == made.life.job_suspended:
+    if lifecycle.to_retry(seen):
+        changed = ", ".join(lifecycle.edited_since_start(seen))
+        return [_delete(seen, "Job", name, f"failed, and {changed} was edited since")]
+    if lifecycle.job_condition(job, "Complete") or lifecycle.job_condition(job, "Failed") or made.life.ended:
         return []
-    why = f"{made.life.state}: {made.life.message}" if made.life.job_suspended else "goes on from the last checkpoint"
-    return [Patch("batch/v1", "Job", name, {"spec": {"suspend": made.life.job_suspended}}, why)]
+    suspended, rests = bool(job["spec"].get("suspend", False)), made.life.resting
+    if rests and not suspended:
+        return [_suspend(name, True, f"{made.life.state}: {made.life.message}")]
+    if edited := lifecycle.restarts_gang(seen, made.life):
+        return [_suspend(name, True, f"saves and starts again: {', '.join(edited)} changed")]
+    if not suspended or rests:
+        return _noted(job, wanted)
+    if left:
+        return []  # they save
+    if _annotation(job, keys.SPEC_HASH_ANNOTATION) != _annotation(wanted, keys.SPEC_HASH_ANNOTATION):
+        return [_delete(seen, "Job", name, "to be made again as it is declared now")]
+    return [_suspend(name, False, "goes on from the last checkpoint")]
+
+
+def _suspend(name: str, suspend: bool, why: str) -> Patch:
+    return Patch("batch/v1", "Job", name, {"spec": {"suspend": suspend}}, why)
+
+
+def _annotation(obj: Object, key: str) -> str:
+    return str(obj["metadata"].get("annotations", {}).get(key, ""))
+
+
+def _noted(job: Object, wanted: Object) -> list[Action]:
+    """A Job of an operator that did not note what it was made from."""
+    if _annotation(job, keys.START_ANNOTATION):
+        return []
+    noted = {keys.START_ANNOTATION: _annotation(wanted, keys.START_ANNOTATION)}
+    return [Patch("batch/v1", "Job", job["metadata"]["name"], {"metadata": {"annotations": noted}}, "adopted")]
 
 
 def pushes(seen: Snapshot, made: Decided, urls: manifests.Urls) -> list[PushFleet]:

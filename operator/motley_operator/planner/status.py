@@ -15,7 +15,14 @@ from motley_api.resources.rlrun import Cost, Decision, GroupStatus, GuardAction,
 from motley_operator import manifests, names
 from motley_operator.planner import guard, ledger, placement
 from motley_operator.planner.conditions import GROUP_CONDITIONS, RUN_CONDITIONS, Finding, merge
-from motley_operator.planner.lifecycle import State, invalid_configuration, last_words
+from motley_operator.planner.lifecycle import (
+    State,
+    edited_since_start,
+    gang_pods,
+    invalid_configuration,
+    last_words,
+    restarts_gang,
+)
 from motley_operator.planner.model import GroupView, PodView, Snapshot, format_time, view_of
 
 if TYPE_CHECKING:
@@ -215,7 +222,7 @@ def run_findings(seen: Snapshot, made: Decided) -> tuple[Finding, ...]:
         _capacity(seen),
         _price(seen, made),
         _budget(seen, made),
-        _mismatch_healthy(made),
+        _mismatch_healthy(seen, made),
         _quota(seen),
         _suspended(seen, made),
     )
@@ -300,7 +307,10 @@ def _samplers(seen: Snapshot, made: Decided) -> Finding:
 def _trainer(seen: Snapshot, made: Decided) -> Finding:
     if made.life.stopped:
         return Finding("TrainerReady", "False", made.life.state, "no trainer is wanted now")
-    pods = [pod for pod in _role(seen, keys.ROLE_TRAINER) if pod.finished is None]
+    pods = gang_pods(seen)
+    if edited := edited_since_start(seen):
+        text = f"{', '.join(f'spec.{name}' for name in edited)} changed: it saves, leaves, and goes on as declared now"
+        return Finding("TrainerReady", "False", "Restarting", text)
     ready = sum(pod.serves for pod in pods)
     nodes = seen.spec.trainer.nodes
     if ready < nodes:
@@ -386,17 +396,21 @@ def _budget(seen: Snapshot, made: Decided) -> Finding:
     return Finding("WithinBudget", "True", "Within", "under every cap of spec.budget")
 
 
-def _mismatch_healthy(made: Decided) -> Finding:
+def _mismatch_healthy(seen: Snapshot, made: Decided) -> Finding:
     verdict = made.verdict
-    if verdict.healthy is None:
+    actions = [item.action for item in verdict.status.groups]
+    actions += [verdict.status.action] if verdict.status.action is not None else []
+    if not actions and verdict.healthy is None:
         return Finding("MismatchHealthy", "Unknown", "TooEarly", "the early level is not known yet")
-    if verdict.healthy:
+    if not actions:
         return Finding("MismatchHealthy", "True", "Steady", "nothing grew past its threshold")
-    action = verdict.status.action or max((item.action for item in verdict.status.groups), key=guard.ORDER.index)
+    action = verdict.status.action or max(actions, key=guard.ORDER.index)
     reason = {GuardAction.WARN: "Warned", GuardAction.THROTTLE: "Throttled", GuardAction.QUARANTINE: "Quarantined"}
-    return Finding(
-        "MismatchHealthy", "False", reason.get(action, "Paused"), verdict.message or "held by an earlier decision"
-    )
+    # Of a run that rests nobody tells the steps any more: what was said when it was decided stays.
+    said = next((item.message for item in seen.status.conditions if item.type == "MismatchHealthy"), "")
+    before = said if seen.status.guard == verdict.status else ""
+    text = verdict.message or before or "held by an earlier decision"
+    return Finding("MismatchHealthy", "False", reason.get(action, "Paused"), text)
 
 
 def _quota(seen: Snapshot) -> Finding:
@@ -409,7 +423,7 @@ def _quota(seen: Snapshot) -> Finding:
 
 def _suspended(seen: Snapshot, made: Decided) -> Finding:
     left = sorted(pod.name for pod in seen.pods if pod.exists and pod.finished is None)
-    if not made.life.job_suspended:
+    if not made.life.resting:
         return Finding("Suspended", "False", "NotSuspended", "")
     if left:
         return Finding("Suspended", "False", "Suspending", f"{len(left)} pod(s) are still there: {', '.join(left[:5])}")
@@ -428,6 +442,9 @@ def decisions(seen: Snapshot, made: Decided) -> list[Decision]:
             found.append(Decision(time=time, what=what, why=f"{made.life.state}: {made.life.message}"[:4096]))
     for subject, action, why in made.verdict.news:
         found.append(Decision(time=time, what=f"guard: {action} {subject or 'the run'}", why=why[:4096]))
+    if edited := restarts_gang(seen, made.life):
+        what = "the trainer saves and starts again"
+        found.append(Decision(time=time, what=what, why=f"changed: {', '.join(f'spec.{name}' for name in edited)}"))
     if made.resize.news is not None:
         what, why = made.resize.news
         found.append(Decision(time=time, what=what[:1024], why=why[:4096]))
