@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -10,8 +12,11 @@ import aiohttp
 import msgspec
 from motley_api import records
 
+from motley_operator.planner import capacity
+
 TIMEOUT = aiohttp.ClientTimeout(total=3.0, sock_connect=1.0)
 KEPT_LAST_STEPS = 64
+KEPT_LOADS = 4  # windows of each group
 T = TypeVar("T")
 
 
@@ -25,10 +30,19 @@ class RunMemory:
     trainer: records.TrainerStatus | None = None
     trainer_error: str = ""
     steps: dict[tuple[int, int], records.StepRecord] = field(default_factory=dict)  # (attempt, step)
+    window: capacity.Window | None = None
+    loads: dict[str, tuple[capacity.Load, ...]] = field(default_factory=dict)  # by group, oldest first
     known_attempt: int = -1
     known_until: int = 0
     errors: dict[tuple[str, str], str] = field(default_factory=dict)
     failed_creates: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def hear_router(self, status: records.RouterStatus | None, now_unix_s: float) -> None:
+        """What the router says, or that it does not answer."""
+        self.router = status
+        self.window, ended = capacity.seen(self.window, status, now_unix_s)
+        for load in ended:
+            self.loads[load.group] = (*self.loads.get(load.group, ()), load)[-KEPT_LOADS:]
 
     def remember(self, steps: list[records.StepRecord], *, early: int, counted: tuple[int, int]) -> None:
         """Keeps the first steps (the guard's early level), the last ones, and everything not counted yet."""
@@ -58,7 +72,8 @@ class RunMemory:
 class Telemetry:
     """One HTTP session for all runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, unix_s: Callable[[], float] = time.time) -> None:
+        self._unix_s = unix_s
         self._session = aiohttp.ClientSession(timeout=TIMEOUT)
 
     async def close(self) -> None:
@@ -80,10 +95,12 @@ class Telemetry:
 
     async def _router(self, memory: RunMemory, url: str) -> None:
         try:
-            memory.router = await self._get(f"{url}/v1/status", memory.token, records.RouterStatus)
+            heard = await self._get(f"{url}/v1/status", memory.token, records.RouterStatus)
+            memory.hear_router(heard, self._unix_s())
             memory.router_error = ""
         except (TelemetryError, aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
-            memory.router, memory.router_error = None, describe(error)
+            memory.hear_router(None, self._unix_s())
+            memory.router_error = describe(error)
 
     async def _trainer(self, memory: RunMemory, url: str, early: int, counted: tuple[int, int]) -> None:
         try:

@@ -143,6 +143,7 @@ def snapshot(
         fresh_token=fresh_token,
         router=memory.router,
         router_error=memory.router_error,
+        loads=tuple(load for name in sorted(memory.loads) for load in memory.loads[name]),
         trainer=memory.trainer,
         trainer_error=memory.trainer_error,
         steps=tuple(memory.steps[step] for step in sorted(memory.steps)),

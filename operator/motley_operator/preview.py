@@ -100,6 +100,7 @@ def optimise(seen: Snapshot, caps: Caps) -> tuple[rebalance.Fleet, rebalance.Fle
             group,
             engines if status.supported(group) else 0,
             rate,
+            sessions=group.spec.sessions_per_engine,
             effective=Decimal(1),
             serves=status.supported(group),
             placeable=room,
@@ -108,7 +109,7 @@ def optimise(seen: Snapshot, caps: Caps) -> tuple[rebalance.Fleet, rebalance.Fle
     cap, trainer = seen.spec.budget.usd_per_hour, trainer_usd_per_hour(seen, prices)
     pools = {(name, kind.value): count for name, count in caps.gpus.items() for kind in CapacityType}
     need = rebalance.Need(
-        sessions=seen.spec.rollout.sessions or sum(one.sessions * one.engines for one in options),
+        sessions=seen.spec.rollout.sessions or int(sum(one.sessions * one.engines for one in options)),
         gpus=pools or resize.pools(seen, options),
         gpu_cap=caps.gpu_cap,
         usd_per_hour=Decimal(cap) - trainer if cap is not None and trainer is not None else None,

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from motley_api import records
-from motley_operator.planner import resize
+from motley_operator.planner import measured, resize
 from motley_operator.planner.model import Apply, NodeView, Plan, PushFleet, Snapshot
 from motley_operator.planner.plan import plan
 from planner import study
@@ -119,6 +119,7 @@ def engines_after(seen: Snapshot, *, at_s: float = 70.0) -> dict[str, int]:
             )
             for group in seen.groups
         },
+        measured.of(seen),
         {group.name: sum(pod.group == group.name for pod in seen.pods) for group in seen.groups},
         samplers_usd_per_hour=None,
         quarantined=frozenset(),

@@ -113,13 +113,18 @@ def _milli(sessions: Fraction) -> Fraction:
 
 def after(before: Capacity, load: Load, bound_s: float) -> Capacity:
     """Capacity after one more window."""
-    known = replace(before, until_unix_s=load.until_unix_s)
     there = Fraction(load.sessions)
     wrong = pressures(load, bound_s)
     enough = load.turns >= MIN_TURNS or any("KV" in text or "wait" in text for text, _ in wrong)
     if not enough or not there or (not wrong and there < UNDER_LOAD * before.sessions):
-        return known
-    known = replace(known, source="Measured", tokens_per_second=load.tokens_per_second, p90_s=load.p90_s)
+        return before
+    known = replace(
+        before,
+        until_unix_s=load.until_unix_s,
+        source="Measured",
+        tokens_per_second=load.tokens_per_second,
+        p90_s=load.p90_s,
+    )
     if wrong and there <= ABOVE_CAPACITY * before.sessions:
         served = there * Fraction(min(factor for _, factor in wrong))
         wanted = _milli(min(before.sessions, max(served, MOST_DOWN * before.sessions)))
@@ -198,6 +203,7 @@ class Window:
 
     began_unix_s: float
     first: Mapping[str, records.EngineState]  # serving engines at its beginning
+    sessions_total: int = 0  # that the router placed since it started
     sums: Mapping[str, _Sums] = field(default_factory=dict)
 
 
@@ -215,8 +221,9 @@ def seen(
     if status is None:
         return None, ()
     serving = _serving(status)
-    if window is None or now_unix_s < window.began_unix_s:
-        return Window(now_unix_s, serving), ()
+    anew = window is None or now_unix_s < window.began_unix_s or status.sessions_total < window.sessions_total
+    if window is None or anew:
+        return Window(now_unix_s, serving, status.sessions_total), ()
     active = {group.name: group.active for group in status.groups}
     by_group: dict[str, list[records.EngineState]] = {}
     for engine in serving.values():
@@ -228,10 +235,10 @@ def seen(
             for name, engines in by_group.items()
         },
     }
-    window = replace(window, sums=sums)
+    window = replace(window, sums=sums, sessions_total=status.sessions_total)
     if now_unix_s - window.began_unix_s < WINDOW_S:
         return window, ()
-    return Window(now_unix_s, serving), tuple(
+    return Window(now_unix_s, serving, status.sessions_total), tuple(
         load for name in sorted(by_group) if (load := _load(name, window, by_group[name], now_unix_s)) is not None
     )
 
@@ -259,7 +266,7 @@ def _load(group: str, window: Window, engines: Sequence[records.EngineState], no
             ]
     return Load(
         group=group,
-        until_unix_s=now_unix_s,
+        until_unix_s=float(int(now_unix_s)),  # as status keeps it
         seconds=now_unix_s - window.began_unix_s,
         engines=len(pairs),
         sessions=sums.sessions / sums.samples,

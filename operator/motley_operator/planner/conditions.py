@@ -26,9 +26,9 @@ RUN_CONDITIONS = (
     "QuotaExceeded",
     "Suspended",
 )
-GROUP_CONDITIONS = ("Ready", "RunFound", "PrecisionSupported", "Placed", "Conformant")
+GROUP_CONDITIONS = ("Ready", "RunFound", "PrecisionSupported", "Placed", "Conformant", "Saturated", "ScaleConflict")
 # What a flip to True means, for the type of its Event.
-BAD_WHEN_TRUE = frozenset({"QuotaExceeded"})
+BAD_WHEN_TRUE = frozenset({"QuotaExceeded", "Saturated", "ScaleConflict"})
 NEUTRAL = frozenset({"Suspended"})
 # Of these a person wants to hear even when they are wrong from the start; the others begin as False and come up.
 TOLD_AT_FIRST_SIGHT = frozenset(

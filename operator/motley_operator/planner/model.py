@@ -13,6 +13,8 @@ from typing import Any
 from motley_api import keys, records
 from motley_api.resources import RLRunSpec, RLRunStatus, SamplerGroupSpec, SamplerGroupStatus
 
+from motley_operator.planner.capacity import Load
+
 Object = Mapping[str, Any]  # a Kubernetes object as JSON
 
 
@@ -125,6 +127,7 @@ class Snapshot:
     fresh_token: str = ""  # random; becomes the token of a run without one
     router: records.RouterStatus | None = None
     router_error: str = ""
+    loads: tuple[Load, ...] = ()  # of the last minutes, by group and time
     trainer: records.TrainerStatus | None = None
     trainer_error: str = ""
     steps: tuple[

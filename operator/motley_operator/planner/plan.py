@@ -13,7 +13,8 @@ from motley_api.resources import CapacityType
 from motley_api.resources.rlrun import GuardAction, GuardStatus, Totals
 
 from motley_operator import manifests, names
-from motley_operator.planner import budget, cost, guard, ledger, lifecycle, resize, shares, status
+from motley_operator.planner import budget, cost, guard, ledger, lifecycle, measured, resize, shares, status
+from motley_operator.planner.capacity import Capacity
 from motley_operator.planner.conditions import flips
 from motley_operator.planner.lifecycle import Life
 from motley_operator.planner.model import (
@@ -44,6 +45,7 @@ class Decided:
     series: guard.Series
     prices: Mapping[cost.PriceKey, Decimal]
     rates: Mapping[str, cost.EngineRate]
+    capacity: Mapping[str, Capacity]
     new_steps: tuple[records.StepRecord, ...]
     bills: tuple[cost.StepBill, ...]
     totals: Totals
@@ -100,6 +102,7 @@ def _guard_event(seen: Snapshot, subject: str, action: str, why: str) -> EventOu
 def decide(seen: Snapshot, now: datetime) -> Decided:
     prices = cost.price_table(seen.spec.prices)
     rates = engine_rates(seen, prices)
+    per_engine = measured.of(seen)
     new = ledger.fresh(seen.steps, seen.status)
     bills = ledger.bills(
         new,
@@ -108,7 +111,7 @@ def decide(seen: Snapshot, now: datetime) -> Decided:
         prices=prices,
         rates=rates,
         baseline=seen.spec.baseline,
-        capacity_sessions=sum(capacity.sessions for capacity in capacities(seen, None)),
+        capacity_sessions=sum(group.sessions for group in capacities(seen, None, per_engine)),
     )
     totals = ledger.totals(
         seen.status.totals or Totals(),
@@ -125,10 +128,10 @@ def decide(seen: Snapshot, now: datetime) -> Decided:
     )
     life = lifecycle.judge(seen, totals, guard_paused=verdict.paused, guard_message=_pause_reason(seen, verdict))
     before = fleet_before(seen)
-    sized = resized(seen, now, life, verdict, rates, prices)
+    sized = resized(seen, now, life, verdict, rates, prices, per_engine)
     allotment = allot(seen, life, prices, sized.targets)
     wanted = shares.fleet(
-        capacities(seen, verdict, allotment),
+        capacities(seen, verdict, per_engine, allotment),
         generation=0,
         paused=life.stopped,
     )
@@ -152,6 +155,7 @@ def decide(seen: Snapshot, now: datetime) -> Decided:
         series=series,
         prices=prices,
         rates=rates,
+        capacity=per_engine,
         new_steps=new,
         bills=bills,
         totals=totals,
@@ -169,6 +173,7 @@ def resized(
     verdict: guard.Verdict,
     rates: Mapping[str, cost.EngineRate],
     prices: Mapping[cost.PriceKey, Decimal],
+    per_engine: Mapping[str, Capacity],
 ) -> resize.Resize:
     cap, trainer = seen.spec.budget.usd_per_hour, trainer_usd_per_hour(seen, prices)
     unknown = cap is not None and trainer is None  # fails closed: the cap leaves no known part to the samplers
@@ -176,6 +181,7 @@ def resized(
         seen,
         now,
         rates,
+        per_engine,
         {group.name: existing_engines(seen, group.name) for group in seen.groups},
         samplers_usd_per_hour=None if cap is None or trainer is None else Decimal(cap) - trainer,
         quarantined=frozenset(
@@ -203,10 +209,10 @@ def engine_rates(seen: Snapshot, prices: Mapping[cost.PriceKey, Decimal]) -> dic
     remembered = {group.name: group.turns_per_engine_hour for group in seen.status.groups}
     found = {}
     for group in seen.groups:
-        measured = cost.measured_turns_per_hour(engines.get(group.name, ()))
+        seen_now = cost.measured_turns_per_hour(engines.get(group.name, ()))
         last = remembered.get(group.name)
         declared = group.spec.turns_per_engine_hour
-        turns = Decimal(declared) if declared else measured or (Decimal(last) if last else None)
+        turns = Decimal(declared) if declared else seen_now or (Decimal(last) if last else None)
         found[group.name] = cost.EngineRate(
             group=group.name,
             usd_per_hour=engine_usd_per_hour(group, prices),
@@ -231,7 +237,10 @@ def ready_engines(seen: Snapshot, group: str) -> int:
 
 
 def capacities(
-    seen: Snapshot, verdict: guard.Verdict | None, allotment: budget.Allotment | None = None
+    seen: Snapshot,
+    verdict: guard.Verdict | None,
+    per_engine: Mapping[str, Capacity],
+    allotment: budget.Allotment | None = None,
 ) -> list[shares.GroupCapacity]:
     """Of ready engines; of a group that is to shrink, those that stay: its share leaves before its engines do."""
 
@@ -245,7 +254,8 @@ def capacities(
             name=group.name,
             view=view_of(group.spec),
             ready_engines=ready(group),
-            sessions_per_engine=group.spec.sessions_per_engine,
+            sessions_per_engine=per_engine[group.name].sessions,
+            most_per_engine=per_engine[group.name].whole if per_engine[group.name].source == "Measured" else 0,
             throttled=verdict is not None and verdict.action(group.name) is GuardAction.THROTTLE,
             quarantined=verdict is not None and verdict.action(group.name) is GuardAction.QUARANTINE,
         )

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 Pool = tuple[str, str]  # GPU type, capacity type
@@ -36,7 +37,7 @@ class Option:
     name: str
     pool: Pool
     gpus_per_engine: int
-    sessions: int  # per engine
+    sessions: int | Fraction  # per engine
     engines: int  # now
     minimum: int
     maximum: int
@@ -119,7 +120,7 @@ def fleet_of(
     refused: str = "",
 ) -> Fleet:
     """What these engines are and cost, in exact arithmetic."""
-    sessions = sum(option.sessions * engines[option.name] for option in options)
+    sessions = int(sum((option.sessions * engines[option.name] for option in options), Fraction(0)))
     turns = sum((effective_turns(option) * engines[option.name] for option in options), Decimal(0))
     known = any(option.turns_per_hour is not None for option in options)
     return Fleet(

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
+from fractions import Fraction
 
 import msgspec
 from motley_api import keys
@@ -19,6 +20,7 @@ from motley_api.resources import GpuTypeName, SamplerGroupSpec
 from motley_operator import names
 from motley_operator.planner import placement, rebalance
 from motley_operator.planner.budget import Allotment
+from motley_operator.planner.capacity import Capacity
 from motley_operator.planner.cost import HOUR_S, EngineRate, usd
 from motley_operator.planner.model import GroupView, Snapshot, format_time, parse_time
 
@@ -105,7 +107,14 @@ def held(seen: Snapshot, group: str) -> int:
 
 
 def option(
-    group: GroupView, engines: int, rate: EngineRate, *, effective: Decimal, serves: bool, placeable: int | None
+    group: GroupView,
+    engines: int,
+    rate: EngineRate,
+    *,
+    sessions: int | Fraction,
+    effective: Decimal,
+    serves: bool,
+    placeable: int | None,
 ) -> rebalance.Option:
     spec = group.spec
     low, high = bounds(spec) if movable(spec) else (engines, engines)
@@ -114,7 +123,7 @@ def option(
         name=group.name,
         pool=(spec.gpu_type.value, spec.capacity_type.value),
         gpus_per_engine=spec.gpus_per_engine,
-        sessions=spec.sessions_per_engine if serves else 0,
+        sessions=sessions if serves else 0,
         engines=engines,
         minimum=low,
         maximum=high,
@@ -128,7 +137,11 @@ def option(
 
 
 def options(
-    seen: Snapshot, state: State, rates: Mapping[str, EngineRate], quarantined: frozenset[str]
+    seen: Snapshot,
+    state: State,
+    rates: Mapping[str, EngineRate],
+    per_engine: Mapping[str, Capacity],
+    quarantined: frozenset[str],
 ) -> list[rebalance.Option]:
     ess = {row.name: Decimal(row.ess_percent) / 100 for row in seen.status.groups if row.ess_percent}
     found = []
@@ -145,6 +158,7 @@ def options(
             group,
             engines,
             rates[group.name],
+            sessions=per_engine[group.name].sessions,
             effective=min(Decimal(1), ess.get(group.name) or Decimal(1)),
             serves=group.name not in quarantined,
             placeable=placeable,
@@ -189,6 +203,7 @@ def judge(
     seen: Snapshot,
     now: datetime,
     rates: Mapping[str, EngineRate],
+    per_engine: Mapping[str, Capacity],
     existing: Mapping[str, int],
     *,
     samplers_usd_per_hour: Decimal | None,
@@ -204,7 +219,7 @@ def judge(
     measured = seen.router is not None and len(seen.steps) > 0
     if not (may_move and running and measured and settled) or (before is not None and now - before < EVERY):
         return Resize(targets, state)
-    wanted = options(seen, state, rates, quarantined)
+    wanted = options(seen, state, rates, per_engine, quarantined)
     need = rebalance.Need(
         sessions=seen.spec.rollout.sessions
         or sum(declared(group.spec) * group.spec.sessions_per_engine for group in seen.groups),

@@ -35,19 +35,20 @@ class GroupCapacity:
     name: str
     view: str
     ready_engines: int
-    sessions_per_engine: int
+    sessions_per_engine: int | Fraction  # declared, or as measured
+    most_per_engine: int = 0  # sessions that the router may give one engine; 0: what the engine says itself
     throttled: bool = False
     quarantined: bool = False
 
     @property
     def sessions(self) -> int:
-        return self.ready_engines * self.sessions_per_engine
+        return int(self.ready_engines * self.sessions_per_engine)
 
     @property
     def weight(self) -> Fraction:
         if self.quarantined:
             return Fraction(0)
-        return self.sessions * (THROTTLE if self.throttled else Fraction(1))
+        return self.ready_engines * Fraction(self.sessions_per_engine) * (THROTTLE if self.throttled else Fraction(1))
 
 
 def fleet(groups: Sequence[GroupCapacity], *, generation: int, paused: bool) -> records.Fleet:
@@ -62,6 +63,7 @@ def fleet(groups: Sequence[GroupCapacity], *, generation: int, paused: bool) -> 
                 capacity_sessions=group.sessions,
                 share_milli=shares[group.name],
                 quarantined=group.quarantined,
+                sessions_per_engine=group.most_per_engine,
             )
             for group in sorted(groups, key=lambda group: group.name)
         ],

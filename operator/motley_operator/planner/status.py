@@ -149,6 +149,7 @@ def run_groups(seen: Snapshot, made: Decided) -> list[GroupStatus]:
                 ready=sum(pod.serves for pod in _pods(seen, group.name)),
                 capacity_sessions=placed.capacity_sessions if placed else 0,
                 share_percent=share_percent(placed.share_milli if placed else 0),
+                **measured.row_fields(made.capacity[group.name]),
                 samples=(before.samples if before else 0) + _trained(made, group.name),
                 usd_per_turn=decimal(float(per_turn), 6) if per_turn is not None else None,
                 turns_per_engine_hour=int(rate) if rate is not None and rate >= 1 else None,
@@ -445,6 +446,11 @@ def decisions(seen: Snapshot, made: Decided) -> list[Decision]:
     if edited := restarts_gang(seen, made.life):
         what = "the trainer saves and starts again"
         found.append(Decision(time=time, what=what, why=f"changed: {', '.join(f'spec.{name}' for name in edited)}"))
+    for name, now in sorted(made.capacity.items()):
+        if now.why:
+            was = measured.text(measured.remembered_of(seen, name).sessions)
+            what = f"capacity: {name} {was} -> {measured.text(now.sessions)} sessions an engine"
+            found.append(Decision(time=time, what=what[:1024], why=now.why[:4096]))
     if made.resize.news is not None:
         what, why = made.resize.news
         found.append(Decision(time=time, what=what[:1024], why=why[:4096]))
@@ -519,6 +525,7 @@ def group_findings(seen: Snapshot, made: Decided, group: GroupView) -> tuple[Fin
         _precision(group),
         placed,
         conformant,
+        measured.finding(seen, group),
     )
 
 
