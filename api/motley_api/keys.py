@@ -25,6 +25,7 @@ RENDERED_BY_ANNOTATION = (
     f"{API_GROUP}/rendered-by"  # hash of how this version of the operator renders pods, images included
 )
 STEPS_ANNOTATION = f"{API_GROUP}/steps"  # on the trainer's Job: spec.steps when it was made
+REPLICAS_ANNOTATION = f"{API_GROUP}/replicas"  # on an inline SamplerGroup: the run's replicas as last written
 DELETION_COST_ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"  # lower goes first on a scale-down
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 

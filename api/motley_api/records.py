@@ -12,7 +12,6 @@ import enum
 
 import msgspec
 
-
 # Upper bounds of EngineState.turn_latency_counts, in seconds; one more bucket is open.
 TURN_LATENCY_BOUNDS_S = (0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 90.0, 120.0, 240.0)
 
@@ -29,15 +28,18 @@ class EndedBy(enum.StrEnum):
 
 
 class Candidates(msgspec.Struct, frozen=True):
-    """The support that the sampler drew from at each generated token, ragged.
+    """The support that the sampler drew from at each generated token, ragged; or only its head.
 
     counts: uint16[G], number of candidates of each token; 0 stands for the one-token support {sampled token}, log-prob 0,
     of which nothing is stored. ids: uint32[C]. logprobs: float32[C], natural log of q, each non-empty support sums to 1.
+    head: these are the likeliest tokens of an unfiltered sampler: they sum to less than 1, none is left out, and the
+    sampled token may not be among them.
     """
 
     counts: bytes
     ids: bytes
     logprobs: bytes
+    head: bool = False
 
 
 class Turn(msgspec.Struct, frozen=True):

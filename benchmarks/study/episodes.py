@@ -146,7 +146,7 @@ def _record(episode: Episode, engine: Engine, index: int, sampling: SamplingPara
         token_ids=episode.transcript.token_bytes(),
         turns=episode.transcript.turns,
         logprobs=episode.transcript.logprob_bytes(),
-        candidates=episode.transcript.candidates(filtered=True),
+        candidates=episode.transcript.candidates(),
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,

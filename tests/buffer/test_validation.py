@@ -104,6 +104,47 @@ def test_unfiltered_sampling_without_candidates_is_accepted_where_no_candidates_
         accept(changed(candidates=None), candidates_needed=False)
 
 
+def heads(own: int, logprob: float, **changes):
+    """Two generated tokens of an unfiltered sampler with ids 5 (.6) and 7 (.3) as their heads."""
+    whole = supports(2, q=(0.6, 0.3))
+    return msgspec.structs.replace(
+        whole,
+        token_ids=np.full(4, own, "<i4").tobytes(),
+        logprobs=np.full(2, logprob, "<f4").tobytes(),
+        candidates=msgspec.structs.replace(whole.candidates, head=True),
+        **({"top_p": 1.0, "top_k": -1} | changes),
+    )
+
+
+def test_a_head_may_lack_mass_and_the_sampled_token():
+    accept(heads(5, np.log(0.6)))
+    accept(heads(9, np.log(0.05)))  # the rest holds .1
+
+
+@pytest.mark.parametrize(
+    ("trajectory", "message"),
+    [
+        (heads(5, np.log(0.5)), "-0.6931 of generated token 0, but its head says -0.5108"),
+        # .35 is likelier than the head's .3, which then would not be the likeliest two
+        (heads(9, np.log(0.35)), "but its head says -1.2040 at most"),
+        (heads(5, np.log(0.6), top_p=0.9), "candidates.head: is true, though topP or topK filtered"),
+    ],
+)
+def test_a_head_that_cannot_be_one_is_refused(trajectory, message):
+    with pytest.raises(RefusedError, match=message):
+        accept(trajectory)
+
+
+def test_a_head_of_nothing_or_of_too_much_is_refused():
+    good = heads(5, np.log(0.6))
+    empty = Candidates(np.zeros(2, "<u2").tobytes(), b"", b"", head=True)
+    with pytest.raises(RefusedError, match="the head of generated token 0 is empty"):
+        accept(msgspec.structs.replace(good, candidates=empty))
+    much = np.tile(np.log(np.array([0.6, 0.5])).astype("<f4"), 2).tobytes()
+    with pytest.raises(RefusedError, match=r"sums to 1\.1.*want at most 1"):
+        accept(msgspec.structs.replace(good, candidates=msgspec.structs.replace(good.candidates, logprobs=much)))
+
+
 def test_arrays_that_do_not_agree_are_refused():
     good = supports(2)
     cut = Candidates(good.candidates.counts, good.candidates.ids[:-4], good.candidates.logprobs)

@@ -86,7 +86,7 @@ def test_small_run_is_stored_with_the_recipe_of_the_study_as_defaults(crds: Clus
     assert "clip" not in spec["algorithm"]
     assert "sequenceMask" not in spec["algorithm"]
     assert spec["algorithm"]["scoreCentering"] == "Enabled"
-    assert spec["algorithm"]["sampling"] == {"temperature": "1", "topP": "0.97", "topK": 64}
+    assert spec["algorithm"]["sampling"] == {"temperature": "1", "topP": "0.97", "topK": 64, "topLogprobsNum": 0}
     assert spec["samplerGroups"][0]["kvCachePrecision"] == "FP8"
 
 
@@ -188,7 +188,7 @@ DRIFT: dict[str, Any] = {"mode": "Drift", "drift": "0.1"}
         ),
         pytest.param(
             {"maskReplay": "Disabled", "sampling": UNFILTERED},
-            ["topK must be set with scoreCentering"],
+            ["topK or sampling.topLogprobsNum must be set with scoreCentering"],
             id="no candidates",
         ),
         pytest.param(
@@ -202,6 +202,16 @@ DRIFT: dict[str, Any] = {"mode": "Drift", "drift": "0.1"}
             id="unbounded sets",
         ),
         pytest.param({"sampling": {"topK": 0}}, ["topK must be -1"], id="top-k of nothing"),
+        pytest.param(
+            {"sampling": {"topLogprobsNum": 128}},
+            ["topLogprobsNum must be 0 unless topP is 1"],
+            id="a head of a filter",
+        ),
+        pytest.param(
+            {"sampling": {**UNFILTERED, "topLogprobsNum": 128}},
+            ["topP below 1 or topK must be set with maskReplay"],
+            id="replay of a head",
+        ),
         pytest.param({"sampling": {"topP": "0"}}, ["topP must be above 0"], id="top-p of nothing"),
         pytest.param({"sampling": {"topP": "1.1"}}, ["topP must be above 0 and at most 1"], id="top-p above one"),
         pytest.param({"sampling": {"temperature": "0"}}, ["temperature must be above 0"], id="greedy"),
@@ -306,6 +316,10 @@ def as_recipe(algorithm: dict[str, Any]) -> Any:
         ),
         pytest.param(
             {**UNCENTRED, "maskReplay": "Disabled", "sampling": UNFILTERED, "entropyBonus": "0.001"}, id="unfiltered"
+        ),
+        pytest.param(
+            {"maskReplay": "Disabled", "sampling": {**UNFILTERED, "topLogprobsNum": 128}, "referenceKL": "0.001"},
+            id="SC and MIS over the likeliest 128, near a reference",
         ),
     ],
 )

@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -142,3 +143,23 @@ def test_plain_logprobs_must_name_the_same_tokens() -> None:
     assert [math.isnan(value) for value in parsed.logprobs] == [False, True, False]
     with pytest.raises(ReplyError, match="with the same ids"):
         parse_generate(reply(output_token_logprobs=rows[::-1]), filtered=False, max_tokens=3)
+
+
+def test_an_unfiltered_reply_keeps_the_likeliest_candidates_and_the_drawn_token_s_own_logprob() -> None:
+    rows = [[-4.0, 9, None], [-0.1, 6, None], [None, 2, None]]
+    top = [[[-0.2, 5, None], [-2.0, 1, None]], [[-0.1, 6, "x"], [-3.0, 5, None]], [[-0.3, 2, None], [None, 4, None]]]
+    body = reply(output_token_logprobs=rows, output_top_logprobs=top)
+    parsed = parse_generate(body, filtered=False, max_tokens=3, top_logprobs=2)
+    assert parsed.counts is not None
+    assert parsed.counts.tolist() == [2, 2, 2]
+    assert parsed.candidate_ids.tolist() == [5, 1, 6, 5, 2, 4]
+    np.testing.assert_allclose(parsed.candidate_logprobs, np.float32([-0.2, -2, -0.1, -3, -0.3, np.nan]))
+    np.testing.assert_allclose(parsed.logprobs, np.float32([-4.0, -0.1, np.nan]))
+    for broken in (top[:2], [*top[:2], []], [*top[:2], top[0] + top[1]], [*top[:2], None], None):
+        with pytest.raises(ReplyError, match="output_top_logprobs: want 1 to 2 entries for each of 3 output_ids"):
+            parse_generate(
+                reply(output_token_logprobs=rows, output_top_logprobs=broken),
+                filtered=False,
+                max_tokens=3,
+                top_logprobs=2,
+            )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,14 @@ from motley_api.records import Trajectory
 from torch import Tensor
 
 from motley_trainer.buffer.validate import generated_positions
-from motley_trainer.losses import Support, Tokens, build_support, group_advantages, token_coefficients
+from motley_trainer.losses import (
+    Support,
+    Tokens,
+    build_head_support,
+    build_support,
+    group_advantages,
+    token_coefficients,
+)
 from motley_trainer.losses.objective import finite_tokens
 from motley_trainer.recipe import Recipe
 
@@ -81,15 +88,19 @@ def _parse(trajectory: Trajectory) -> tuple[Tensor, Tensor, Support]:
         counts = _tensor(trajectory.candidates.counts, "<u2", np.int64)
         ids = _tensor(trajectory.candidates.ids, "<u4", np.int64)
         candidates = _tensor(trajectory.candidates.logprobs, "<f4")
+    head = trajectory.candidates is not None and trajectory.candidates.head
     try:
-        support = build_support(tokens[positions], logq, counts, ids, candidates)
+        if head and counts is not None and ids is not None and candidates is not None:
+            support = build_head_support(tokens[positions], logq, counts, ids, candidates)
+        else:
+            support = build_support(tokens[positions], logq, counts, ids, candidates)
     except ValueError as error:
         raise ValueError(f"trajectory {trajectory.id}: {error}") from error
     if not bool(logq.isfinite().all()):
         # A token without a log-prob of its own is dropped, whatever its support says.
         own = support.logq_C.clone()
         own[support.chosen_N[~logq.isfinite()]] = float("nan")
-        support = Support(support.token_C, support.ids_C, own, support.chosen_N)
+        support = replace(support, logq_C=own)
     return tokens, positions, support
 
 
@@ -132,6 +143,7 @@ def build_microbatch(
         parts["chosen_N"].append(sequence.support.chosen_N + candidates)
         parts["ids_C"].append(sequence.support.ids_C)
         parts["logq_C"].append(sequence.support.logq_C)
+        parts["head_C"].append(sequence.support.in_head(torch.ones(sequence.support.ids_C.numel())))
         parts["rows_N"].append(sequence.positions - 1 + row * padded)  # a token is predicted by the row before it
         parts["advantage_N"].append(torch.full((count,), sequence.advantage, dtype=torch.float64))
         parts["temperature_N"].append(torch.full((count,), sequence.trajectory.temperature, dtype=torch.float64))
@@ -154,6 +166,7 @@ def build_microbatch(
                 joined("ids_C", torch.long),
                 joined("logq_C", torch.float32),
                 joined("chosen_N", torch.long),
+                joined("head_C", torch.bool) if any(sequences[i].support.head_C is not None for i in indexes) else None,
             ),
             recorded=all(sequences[index].recorded for index in indexes),
             sequence_N=joined("sequence_N", torch.long),

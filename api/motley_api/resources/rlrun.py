@@ -151,6 +151,11 @@ class Sampling(Model):
                 "self.topK > 0 || double(self.topP) == 1.0",
                 "topK must be from 1 to 4096 with topP below 1: the recorded sets must be bounded",
             ),
+            (
+                "self.topLogprobsNum == 0 || self.topK == -1 && double(self.topP) == 1.0",
+                "topLogprobsNum must be 0 unless topP is 1 and topK -1: where the sampler filters, all that it could have drawn"
+                " is recorded",
+            ),
         ),
         alias_generator=_alias,
     )
@@ -167,6 +172,15 @@ class Sampling(Model):
             json_schema_extra=rules(("self != 0", "topK must be -1 (off) or from 1 to 4096")),
         ),
     ] = 64
+    top_logprobs_num: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=4096,
+            description="topLogprobsNum: so many of the likeliest candidates of each token are recorded where nothing filters; score"
+            " centering models the rest (128 in the study). Default: 0.",
+        ),
+    ] = 0
 
 
 class ClipLevel(StrEnum):
@@ -243,9 +257,9 @@ class Algorithm(Model):
                 "importanceSampling must be None, TIS or MIS at level Token with scoreCentering: the centre is one token's",
             ),
             (
-                "self.scoreCentering != 'Enabled' || self.sampling.topK > 0",
-                "sampling.topK must be set with scoreCentering: the candidates are recorded only where the sampler filters"
-                " (topK of the vocabulary's size filters nothing)",
+                "self.scoreCentering != 'Enabled' || self.sampling.topK > 0 || self.sampling.topLogprobsNum > 0",
+                "sampling.topK or sampling.topLogprobsNum must be set with scoreCentering: it needs recorded candidates, all that a"
+                " filter left or the likeliest of all",
             ),
             (
                 "self.maskReplay != 'Enabled' || self.sampling.topK > 0",

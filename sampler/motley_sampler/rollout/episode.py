@@ -180,7 +180,7 @@ class Episode:
             token_ids=transcript.token_bytes(),
             turns=transcript.turns,
             logprobs=transcript.logprob_bytes(),
-            candidates=transcript.candidates(filtered=bench.sampling.filtered),
+            candidates=transcript.candidates(head=not bench.sampling.filtered),
             temperature=bench.sampling.temperature,
             top_p=bench.sampling.top_p,
             top_k=bench.sampling.top_k,

@@ -37,6 +37,7 @@ class _Meta(msgspec.Struct, frozen=True):
     weight_version: str | int | None = None
     weight_versions: list[_Span] = []
     output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
+    output_top_logprobs: list[list[tuple[float | None, int, Any]] | None] | None = None
     output_token_sampling_mask: list[list[int]] | None = None
     output_token_sampling_logprobs: list[list[float | None]] | None = None
 
@@ -52,7 +53,7 @@ class Reply:
 
     token_ids: tuple[int, ...]  # [G]
     logprobs: NDArray[np.float32]  # [G]
-    counts: NDArray[np.uint16] | None  # [G]; None: drawn from the whole vocabulary
+    counts: NDArray[np.uint16] | None  # [G]; None: drawn from the whole vocabulary, and no candidates asked for
     candidate_ids: NDArray[np.uint32]  # [C]
     candidate_logprobs: NDArray[np.float32]  # [C]
     start_version: int
@@ -63,10 +64,10 @@ class Reply:
 _decoder = msgspec.json.Decoder(_Body)
 
 
-def parse_generate(body: bytes, *, filtered: bool, max_tokens: int) -> Reply:
+def parse_generate(body: bytes, *, filtered: bool, max_tokens: int, top_logprobs: int = 0) -> Reply:
     """Takes an engine's answer apart; whitespace before it (keep-alive) is fine. Raises ReplyError.
 
-    `filtered`: top-p or top-k was on, so each token's support is wanted.
+    `filtered`: top-p or top-k was on, so each token's support is wanted. Otherwise `top_logprobs` candidates, if any.
     """
     try:
         parsed = _decoder.decode(body.strip())
@@ -83,6 +84,8 @@ def parse_generate(body: bytes, *, filtered: bool, max_tokens: int) -> Reply:
     nothing = (np.zeros(0, np.uint32), np.zeros(0, np.float32))
     if filtered:
         logprobs, counts, candidates = _supports(meta, ids)
+    elif top_logprobs:
+        logprobs, (counts, candidates) = _plain_logprobs(meta, ids), _heads(meta, len(ids), top_logprobs)
     else:
         logprobs, counts, candidates = _plain_logprobs(meta, ids), None, nothing
     return Reply(tuple(ids), logprobs, counts, *candidates, start, end, meta.cached_tokens)
@@ -116,6 +119,21 @@ def _plain_logprobs(meta: _Meta, ids: list[int]) -> NDArray[np.float32]:
     if rows is None or [token for _, token, _ in rows] != ids:
         raise ReplyError(f"output_token_logprobs: want one entry for each of {len(ids)} output_ids, with the same ids")
     return np.array([_value(logprob) for logprob, _, _ in rows], np.float32)
+
+
+def _heads(
+    meta: _Meta, tokens: int, top_logprobs: int
+) -> tuple[NDArray[np.uint16], tuple[NDArray[np.uint32], NDArray[np.float32]]]:
+    """A vocabulary smaller than `top_logprobs` is a head as a whole."""
+    rows = [row or [] for row in meta.output_top_logprobs or []]
+    if len(rows) != tokens or not all(0 < len(row) <= top_logprobs for row in rows):
+        raise ReplyError(
+            f"output_top_logprobs: want 1 to {top_logprobs} entries for each of {tokens} output_ids, got {len(rows)} lists"
+            f" of {sorted({len(row) for row in rows})}"
+        )
+    ids = np.array([token for row in rows for _, token, _ in row], np.uint32)
+    values = np.array([_value(logprob) for row in rows for logprob, _, _ in row], np.float32)
+    return np.array([len(row) for row in rows], np.uint16), (ids, values)
 
 
 def _supports(

@@ -153,6 +153,8 @@ class Session:
         wanted: dict[str, Any] = {"return_logprob": True}
         if sampling.filtered:
             wanted = {"return_sampling_mask": True, "sampling_logprobs_mode": "support"}
+        elif sampling.top_logprobs:
+            wanted["top_logprobs_num"] = sampling.top_logprobs
         return {
             "input_ids": token_ids,
             "sampling_params": {
@@ -185,7 +187,10 @@ class Session:
                 task.cancel()
             await asyncio.gather(request, moved, return_exceptions=True)
         try:
-            return parse_generate(body, filtered=self.fabric.sampling.filtered, max_tokens=max_tokens)
+            sampling = self.fabric.sampling
+            return parse_generate(
+                body, filtered=sampling.filtered, max_tokens=max_tokens, top_logprobs=sampling.top_logprobs
+            )
         except ReplyError as error:
             self.fabric.retried("BadReply")
             raise _RetryError(str(error), engine=engine) from error

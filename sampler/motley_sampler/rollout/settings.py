@@ -23,6 +23,7 @@ class Sampling:
     temperature: float
     top_p: float
     top_k: int  # -1: off
+    top_logprobs: int = 0  # of an unfiltered sampler: how many candidates to record
 
     @property
     def filtered(self) -> bool:
@@ -82,7 +83,9 @@ def settings_from(environment: Mapping[str, str]) -> Settings:
         model_source=spec.model.source,
         tasks_source=spec.tasks.source,
         isolation=spec.tasks.sandbox.isolation,
-        sampling=Sampling(float(sampling.temperature), float(sampling.top_p), sampling.top_k),
+        sampling=Sampling(
+            float(sampling.temperature), float(sampling.top_p), sampling.top_k, sampling.top_logprobs_num
+        ),
         episode=EpisodeLimits(
             turns=limits.max_turns,
             tokens_per_turn=limits.max_tokens_per_turn,

@@ -43,13 +43,14 @@ class Transcript:
     def logprob_bytes(self) -> bytes:
         return b"".join(reply.logprobs.astype("<f4").tobytes() for reply in self._replies)
 
-    def candidates(self, *, filtered: bool) -> Candidates | None:
-        if not filtered:
+    def candidates(self, *, head: bool = False) -> Candidates | None:
+        """head: the replies' candidates are the likeliest ones of all. None: the replies hold none."""
+        counts = [reply.counts for reply in self._replies if reply.counts is not None]
+        if head and not counts:
             return None
         return Candidates(
-            counts=b"".join(
-                reply.counts.astype("<u2").tobytes() for reply in self._replies if reply.counts is not None
-            ),
+            head=head,
+            counts=b"".join(of_reply.astype("<u2").tobytes() for of_reply in counts),
             ids=b"".join(reply.candidate_ids.astype("<u4").tobytes() for reply in self._replies),
             logprobs=b"".join(reply.candidate_logprobs.astype("<f4").tobytes() for reply in self._replies),
         )

@@ -47,6 +47,8 @@ def check(
                 "candidates: missing, though topP or topK filtered: the distribution drawn from is unknown"
             )
         return
+    if trajectory.candidates.head and (trajectory.top_p < 1 or trajectory.top_k > 0):
+        raise RefusedError("candidates.head: is true, though topP or topK filtered; want the whole set drawn from")
     _check_candidates(trajectory, sampled, logprobs)
 
 
@@ -100,16 +102,24 @@ def _check_candidates(trajectory: Trajectory, sampled: np.ndarray, logprobs: np.
         raise RefusedError("candidates.ids: an id occurs twice in one support")
     hit = ids == sampled[token]
     hits = np.bincount(token, weights=hit, minlength=counts.size)
-    if ((counts > 0) & (hits != 1)).any():
+    if candidates.head and (counts == 0).any():
+        raise RefusedError(f"candidates.counts: the head of generated token {int(np.argmin(counts))} is empty")
+    if not candidates.head and ((counts > 0) & (hits != 1)).any():
         bad = int(np.argmax((counts > 0) & (hits != 1)))
         raise RefusedError(f"candidates.ids: sampled id {sampled[bad]} of generated token {bad} is not in its support")
     if np.isposinf(logq).any() or (logq > LOGPROB_TOLERANCE).any():
         raise RefusedError("candidates.logprobs: holds one above 0")
     mass = np.bincount(token, weights=np.exp(logq), minlength=counts.size)
-    off = (counts > 0) & (np.abs(mass - 1) > SUM_TOLERANCE)  # NaN compares false: such a token is dropped by the loss
+    excess = mass - 1 if candidates.head else np.abs(mass - 1)
+    off = (counts > 0) & (excess > SUM_TOLERANCE)  # NaN compares false: such a token is dropped by the loss
     if off.any():
-        bad = int(np.argmax(off))
-        raise RefusedError(f"candidates.logprobs: support of generated token {bad} sums to {mass[bad]:.6f}, want 1")
+        bad, want = int(np.argmax(off)), "at most 1" if candidates.head else "1"
+        raise RefusedError(
+            f"candidates.logprobs: support of generated token {bad} sums to {mass[bad]:.6f}, want {want}"
+        )
+    if candidates.head:
+        _check_heads(token, logq, hit, logprobs)
+        return
     own = np.zeros(counts.size)
     own[token[hit]] = logq[hit]
     apart = np.abs(own - logprobs) > LOGPROB_TOLERANCE
@@ -118,4 +128,21 @@ def _check_candidates(trajectory: Trajectory, sampled: np.ndarray, logprobs: np.
         raise RefusedError(
             f"logprobs: {logprobs[bad]:.4f} of generated token {bad}, but its support says {own[bad]:.4f};"
             " were they taken before the filter?"
+        )
+
+
+def _check_heads(token: np.ndarray, logq: np.ndarray, hit: np.ndarray, logprobs: np.ndarray) -> None:
+    """A sampled token of the head has its log-prob there; any other is no likelier than the least of the head."""
+    least = np.full(logprobs.size, np.inf)
+    np.minimum.at(least, token, logq)
+    inside = np.zeros(logprobs.size, bool)
+    inside[token[hit]] = True
+    own = np.where(inside, 0.0, np.minimum(logprobs, least))
+    own[token[hit]] = logq[hit]
+    apart = np.abs(own - logprobs) > LOGPROB_TOLERANCE
+    if apart.any():
+        bad = int(np.argmax(apart))
+        raise RefusedError(
+            f"logprobs: {logprobs[bad]:.4f} of generated token {bad}, but its head says {own[bad]:.4f}"
+            f"{'' if inside[bad] else ' at most'}; were they taken of another distribution?"
         )

@@ -27,7 +27,13 @@ from motley_trainer.losses.sequences import (
     vtrace_weights,
 )
 from motley_trainer.losses.stats import TokenStats, ess
-from motley_trainer.losses.support import Support, build_support, log_softmax_over_support, segment_sum
+from motley_trainer.losses.support import (
+    Support,
+    build_head_support,
+    build_support,
+    log_softmax_over_support,
+    segment_sum,
+)
 from motley_trainer.losses.vocab import VocabShard, candidate_logits, gather_logits
 from motley_trainer.losses.weights import Level, Mis, Tis, TokenWeight, Unweighted, VTrace
 
@@ -50,6 +56,7 @@ __all__ = [
     "Unweighted",
     "VTrace",
     "VocabShard",
+    "build_head_support",
     "build_support",
     "candidate_logits",
     "ess",

@@ -80,6 +80,41 @@ def build_support(
     return Support(token_C, all_ids_C, all_logq_C, hit_C.nonzero()[:, 0])
 
 
+def build_head_support(sampled_N: Tensor, logq_N: Tensor, counts_N: Tensor, ids_C: Tensor, logq_C: Tensor) -> Support:
+    """From the wire form of a head: the likeliest candidates of each token, and beside them, where it is none of them, the
+    sampled token with its own log-prob.
+
+    Errors: ValueError naming the first token that has no candidates or the sampled id twice.
+    """
+    tokens = sampled_N.numel()
+    size_N = counts_N.long()
+    if int(size_N.sum()) != ids_C.numel() or ids_C.numel() != logq_C.numel():
+        raise ValueError(
+            f"candidates: counts sum to {int(size_N.sum())}, ids {ids_C.numel()}, logprobs {logq_C.numel()}"
+        )
+    token_C = torch.arange(tokens).repeat_interleave(size_N)
+    hits_N = torch.zeros(tokens, dtype=torch.long).index_add(0, token_C, (ids_C == sampled_N[token_C]).long())
+    if bool(((size_N == 0) | (hits_N > 1)).any()):
+        bad = int(((size_N == 0) | (hits_N > 1)).nonzero()[0])
+        raise ValueError(
+            f"candidates: the head of token {bad} has {int(size_N[bad])} candidates, and its sampled id {int(hits_N[bad])}"
+            " times; want at least one, and the id at most once"
+        )
+    beside = (hits_N == 0).nonzero()[:, 0]
+    token_C = torch.cat([token_C, beside])
+    order_C = token_C.argsort(stable=True)
+    token_C = token_C[order_C]
+    all_ids_C = torch.cat([ids_C.long(), sampled_N[beside].long()])[order_C]
+    head_C = torch.arange(order_C.numel())[order_C] < ids_C.numel()
+    return Support(
+        token_C,
+        all_ids_C,
+        torch.cat([logq_C, logq_N[beside]])[order_C],
+        (all_ids_C == sampled_N.long()[token_C]).nonzero()[:, 0],
+        head_C,
+    )
+
+
 def segment_sum(values_C: Tensor, token_C: Tensor, tokens: int) -> Tensor:
     """Sum of each token's candidates, [N]."""
     return torch.zeros(tokens, dtype=values_C.dtype, device=values_C.device).index_add(0, token_C, values_C)
