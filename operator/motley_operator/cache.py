@@ -13,6 +13,7 @@ from typing import Any
 
 from motley_api import keys
 
+from motley_operator.planner import scaling
 from motley_operator.planner.model import PodView, parse_time
 
 Json = dict[str, Any]
@@ -40,6 +41,8 @@ def run_key(obj: Json) -> RunKey | None:
 def slim(obj: Json) -> Json:
     """Without what nobody here reads and everybody would pay memory for."""
     metadata = {key: value for key, value in obj["metadata"].items() if key != "managedFields"}
+    if obj["kind"] in scaling.KINDS and (others := scaling.set_by_others(obj["metadata"])):
+        metadata["replicasSetBy"] = others
     annotations = {
         key: value
         for key, value in (metadata.get("annotations") or {}).items()

@@ -163,13 +163,18 @@ def gang_service(run: RunRef) -> Json:
     return _object("v1", "Service", run, names.gang(run.name), run.owner(), labelled, spec=spec)
 
 
-def inline_sampler_group(run: RunRef, group: InlineGroup) -> Json:
+def inline_sampler_group(run: RunRef, group: InlineGroup, live: Mapping[str, Any] | None = None) -> Json:
+    """replicas are written when the run's change; in between they belong to who scales the group itself."""
     spec = group.to_json_dict()
     del spec["name"]
     name = names.inline_group(run.name, group.name)
     labelled = labels(run.name, group=name)
     spec["runRef"] = {"name": run.name}
-    return _object(GROUP_VERSION, "SamplerGroup", run, name, run.owner(), labelled, spec=spec)
+    noted = {keys.REPLICAS_ANNOTATION: str(group.replicas)}
+    if live is not None and live["metadata"].get("annotations", {}).get(keys.REPLICAS_ANNOTATION) == str(group.replicas):
+        spec["replicas"] = live["spec"].get("replicas", group.replicas)
+    metadata = {"annotations": noted}
+    return _object(GROUP_VERSION, "SamplerGroup", run, name, run.owner(), labelled, metadata=metadata, spec=spec)
 
 
 def adopted_sampler_group(run: RunRef, name: str, uid: str) -> Json:

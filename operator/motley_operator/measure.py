@@ -12,7 +12,8 @@ import aiohttp
 import msgspec
 from motley_api import records
 
-from motley_operator.planner import capacity
+from motley_operator.planner import capacity, scaling
+from motley_operator.planner.model import Object
 
 TIMEOUT = aiohttp.ClientTimeout(total=3.0, sock_connect=1.0)
 KEPT_LAST_STEPS = 64
@@ -34,6 +35,7 @@ class RunMemory:
     loads: dict[str, tuple[capacity.Load, ...]] = field(default_factory=dict)  # by group, oldest first
     known_attempt: int = -1
     known_until: int = 0
+    scaled: dict[tuple[str, str], scaling.Watched] = field(default_factory=dict)  # (kind, name) -> replicas
     errors: dict[tuple[str, str], str] = field(default_factory=dict)
     failed_creates: dict[tuple[str, str], str] = field(default_factory=dict)
 
@@ -43,6 +45,12 @@ class RunMemory:
         self.window, ended = capacity.seen(self.window, status, now_unix_s)
         for load in ended:
             self.loads[load.group] = (*self.loads.get(load.group, ()), load)[-KEPT_LOADS:]
+
+    def notice(self, children: Mapping[tuple[str, str], Object]) -> None:
+        """Who changed the replicas of groups and their Deployments."""
+        self.scaled = {
+            key: scaling.noticed(self.scaled.get(key), obj) for key, obj in children.items() if key[0] in scaling.KINDS
+        }
 
     def remember(self, steps: list[records.StepRecord], *, early: int, counted: tuple[int, int]) -> None:
         """Keeps the first steps (the guard's early level), the last ones, and everything not counted yet."""

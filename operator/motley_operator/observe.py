@@ -119,6 +119,7 @@ def snapshot(
     children = {
         (item["kind"], item["metadata"]["name"]): item for kind in CHILD_KINDS for item in cache.of_run(key, kind)
     } | {("SamplerGroup", item["metadata"]["name"]): item for item in group_bodies}
+    memory.notice(children)
     return Snapshot(
         namespace=key[0],
         name=key[1],
@@ -148,6 +149,7 @@ def snapshot(
         trainer_error=memory.trainer_error,
         steps=tuple(memory.steps[step] for step in sorted(memory.steps)),
         errors=dict(memory.errors),
+        replicas_writes={key: watched.writes for key, watched in memory.scaled.items() if watched.writes},
         failed_creates={**replica_failures(cache.of_run(key, "Deployment")), **memory.failed_creates},
         settings=settings,
     )

@@ -123,6 +123,7 @@ def engines_after(seen: Snapshot, *, at_s: float = 70.0) -> dict[str, int]:
         {group.name: sum(pod.group == group.name for pod in seen.pods) for group in seen.groups},
         samplers_usd_per_hour=None,
         quarantined=frozenset(),
+        contested={},
         running=True,
     )
     return dict(made.targets)

@@ -97,6 +97,16 @@ class GroupView:
 
 
 @dataclass(frozen=True)
+class ReplicasWrite:
+    """Somebody else changed spec.replicas of a group or of its Deployment."""
+
+    kind: str
+    manager: str  # with the subresource it wrote through
+    time: datetime
+    replicas: int
+
+
+@dataclass(frozen=True)
 class Settings:
     """What the operator was started with."""
 
@@ -136,6 +146,7 @@ class Snapshot:
     errors: Mapping[tuple[str, str], str] = field(
         default_factory=dict
     )  # (kind, name) -> what the API server said last time
+    replicas_writes: Mapping[tuple[str, str], tuple[ReplicasWrite, ...]] = field(default_factory=dict)  # of others
     failed_creates: Mapping[tuple[str, str], str] = field(default_factory=dict)  # quota and the like, from events
     settings: Settings = Settings()
 

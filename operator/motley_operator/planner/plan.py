@@ -13,7 +13,7 @@ from motley_api.resources import CapacityType
 from motley_api.resources.rlrun import GuardAction, GuardStatus, Totals
 
 from motley_operator import manifests, names
-from motley_operator.planner import budget, cost, guard, ledger, lifecycle, measured, resize, shares, status
+from motley_operator.planner import budget, cost, guard, ledger, lifecycle, measured, resize, scaling, shares, status
 from motley_operator.planner.capacity import Capacity
 from motley_operator.planner.conditions import flips
 from motley_operator.planner.lifecycle import Life
@@ -53,6 +53,7 @@ class Decided:
     fleet_before: records.Fleet | None
     fleet: records.Fleet
     resize: resize.Resize
+    conflicts: Mapping[str, scaling.Conflict]
 
 
 def plan(seen: Snapshot, now: datetime) -> Plan:
@@ -128,7 +129,8 @@ def decide(seen: Snapshot, now: datetime) -> Decided:
     )
     life = lifecycle.judge(seen, totals, guard_paused=verdict.paused, guard_message=_pause_reason(seen, verdict))
     before = fleet_before(seen)
-    sized = resized(seen, now, life, verdict, rates, prices, per_engine)
+    conflicts = scaling.conflicts(seen, now)
+    sized = resized(seen, now, life, verdict, rates, prices, per_engine, conflicts)
     allotment = allot(seen, life, prices, sized.targets)
     wanted = shares.fleet(
         capacities(seen, verdict, per_engine, allotment),
@@ -146,6 +148,7 @@ def decide(seen: Snapshot, now: datetime) -> Decided:
             allotment,
             {group.name: asked_engines(seen, group.name) for group in seen.groups},
             {group.name: existing_engines(seen, group.name) for group in seen.groups},
+            contested=conflicts.keys(),
             shifted=seen.router is None or seen.router.fleet_generation >= fleet.generation,
         )
     return Decided(
@@ -163,6 +166,7 @@ def decide(seen: Snapshot, now: datetime) -> Decided:
         fleet_before=before,
         fleet=fleet,
         resize=sized,
+        conflicts=conflicts,
     )
 
 
@@ -174,6 +178,7 @@ def resized(
     rates: Mapping[str, cost.EngineRate],
     prices: Mapping[cost.PriceKey, Decimal],
     per_engine: Mapping[str, Capacity],
+    conflicts: Mapping[str, scaling.Conflict],
 ) -> resize.Resize:
     cap, trainer = seen.spec.budget.usd_per_hour, trainer_usd_per_hour(seen, prices)
     unknown = cap is not None and trainer is None  # fails closed: the cap leaves no known part to the samplers
@@ -187,6 +192,13 @@ def resized(
         quarantined=frozenset(
             group.name for group in seen.groups if verdict.action(group.name) is GuardAction.QUARANTINE
         ),
+        contested={
+            group.name: conflicts[group.name].replicas
+            if conflicts[group.name].kind == "Deployment"
+            else resize.declared(group.spec)
+            for group in seen.groups
+            if group.name in conflicts
+        },
         running=not unknown and not life.stopped,
     )
 
@@ -334,7 +346,12 @@ def actions(seen: Snapshot, made: Decided) -> list[Action]:
     ]
     if seen.spec.trainer.nodes > 1:
         wanted.append(manifests.gang_service(run))
-    wanted += [manifests.inline_sampler_group(run, group) for group in seen.spec.sampler_groups]
+    wanted += [
+        manifests.inline_sampler_group(
+            run, group, seen.child("SamplerGroup", names.inline_group(seen.name, group.name))
+        )
+        for group in seen.spec.sampler_groups
+    ]
     found += [Apply(manifest) for manifest in wanted if _to_apply(seen, run, manifest)]
     for group in seen.groups:
         if not group.owned and not group.deleting:

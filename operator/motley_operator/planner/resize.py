@@ -8,6 +8,7 @@ group until its replicas, minReplicas or maxReplicas are edited. Then: shift (sh
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -138,17 +139,18 @@ def option(
 
 def options(
     seen: Snapshot,
-    state: State,
+    targets: Mapping[str, int],
     rates: Mapping[str, EngineRate],
     per_engine: Mapping[str, Capacity],
     quarantined: frozenset[str],
+    may_move: AbstractSet[str],
 ) -> list[rebalance.Option]:
     ess = {row.name: Decimal(row.ess_percent) / 100 for row in seen.status.groups if row.ess_percent}
     found = []
     for group in seen.groups:
         if group.deleting or group.error:
             continue
-        engines, waiting = target(group, state), stuck(seen, group.name)
+        engines, waiting = targets[group.name], stuck(seen, group.name)
         placeable = max(0, engines - waiting) if waiting else None
         if seen.nodes is not None:
             room = placement.availability(seen.nodes, group.spec.gpu_type, group.spec.capacity_type)
@@ -163,8 +165,8 @@ def options(
             serves=group.name not in quarantined,
             placeable=placeable,
         )
-        if not movable(group.spec) and waiting:  # asked for, and not there
-            there = max(0, engines - waiting)
+        if group.name not in may_move:
+            there = max(0, engines - waiting)  # of what was asked for, what is there
             made = replace(made, engines=there, minimum=there, maximum=there)
         found.append(made)
     return found
@@ -208,18 +210,23 @@ def judge(
     *,
     samplers_usd_per_hour: Decimal | None,
     quarantined: frozenset[str],
+    contested: Mapping[str, int],
     running: bool,
 ) -> Resize:
     """Targets as decided before, or a new decision when one is due: the run trains, the last one is done, and it is not too soon."""
     state = state_of(seen)
-    targets = {group.name: target(group, state) for group in seen.groups}
-    may_move = [group for group in seen.groups if movable(group.spec) and not group.deleting and not group.error]
+    targets = {group.name: target(group, state) for group in seen.groups} | dict(contested)
+    may_move = [
+        group
+        for group in seen.groups
+        if movable(group.spec) and not group.deleting and not group.error and group.name not in contested
+    ]
     before = parse_time(state.time)
     settled = all(existing[group.name] == targets[group.name] for group in may_move)
     measured = seen.router is not None and len(seen.steps) > 0
     if not (may_move and running and measured and settled) or (before is not None and now - before < EVERY):
         return Resize(targets, state)
-    wanted = options(seen, state, rates, per_engine, quarantined)
+    wanted = options(seen, targets, rates, per_engine, quarantined, {group.name for group in may_move})
     need = rebalance.Need(
         sessions=seen.spec.rollout.sessions
         or sum(declared(group.spec) * group.spec.sessions_per_engine for group in seen.groups),
@@ -254,14 +261,20 @@ def judge(
 
 
 def transaction(
-    seen: Snapshot, allotment: Allotment, asked: Mapping[str, int], existing: Mapping[str, int], *, shifted: bool
+    seen: Snapshot,
+    allotment: Allotment,
+    asked: Mapping[str, int],
+    existing: Mapping[str, int],
+    *,
+    contested: AbstractSet[str] = frozenset(),
+    shifted: bool,
 ) -> Allotment:
     """Replicas of movable groups for this moment: none leaves before its share has, none comes while others leave.
 
     asked: replicas of the Deployments now; shifted: the router has heard of the fleet without the engines that leave, or is not there
     to place a session on them.
     """
-    ours = [group.name for group in seen.groups if movable(group.spec)]
+    ours = [group.name for group in seen.groups if movable(group.spec) and group.name not in contested]
     leaving = any(existing[name] > allotment.replicas[name] for name in ours)
     replicas = dict(allotment.replicas)
     for name in ours:

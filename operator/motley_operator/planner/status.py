@@ -13,7 +13,7 @@ from motley_api.resources.base import Condition
 from motley_api.resources.rlrun import Cost, Decision, GroupStatus, GuardAction, Mismatch
 
 from motley_operator import manifests, names
-from motley_operator.planner import guard, ledger, placement
+from motley_operator.planner import guard, ledger, measured, placement, scaling
 from motley_operator.planner.conditions import GROUP_CONDITIONS, RUN_CONDITIONS, Finding, merge
 from motley_operator.planner.lifecycle import (
     State,
@@ -526,6 +526,7 @@ def group_findings(seen: Snapshot, made: Decided, group: GroupView) -> tuple[Fin
         placed,
         conformant,
         measured.finding(seen, group),
+        scaling.finding(made.conflicts.get(group.name), group.name),
     )
 
 
