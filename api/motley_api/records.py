@@ -261,7 +261,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     lag: Ratio
     format_error_ends: Ratio = Ratio()
     groups: list[GroupStep]
-    metrics: dict[str, float] = {}  # further names as users of Miles know them
+    # Further names as users of Miles know them, over all and split ("ois", "ois/group/h100-fp8", "ois/view/fp8", "ois/lag/0-1"): means
+    # over the "trained_tokens" of their split.
+    metrics: dict[str, float] = {}
 
 
 class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):

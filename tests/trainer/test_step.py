@@ -208,9 +208,24 @@ def test_groups_are_reported_one_by_one_and_add_up(engine_of):
         assert sum(getattr(g, field).num for g in outcome.groups) == pytest.approx(outcome.ratios[field].num)
         assert sum(getattr(g, field).den for g in outcome.groups) == outcome.ratios[field].den
     assert sum(g.trained_tokens for g in outcome.groups) == outcome.ratios["kl"].den
-    for name in ("train_rollout_kl", "ois", "ess_ratio", "mis_mask_fraction_low", "sc_correction"):
+    for name in (
+        "train_rollout_kl",
+        "train_rollout_kl_exact",
+        "entropy",
+        "ois",
+        "ess_ratio",
+        "mis_mask_fraction_low",
+        "sc_correction",
+    ):
         for split in ("", "/group/h100-fp8", "/view/nvfp4", "/lag/0-1"):
             assert f"{name}{split}" in outcome.metrics
+    # Means of splits are averaged by their tokens.
+    for kind, keys in (("group", ("h100-fp8", "b200-nvfp4")), ("view", ("fp8", "nvfp4"))):
+        of = [f"/{kind}/{key}" for key in keys]
+        tokens = [outcome.metrics[f"trained_tokens{split}"] for split in of]
+        assert sum(tokens) == outcome.metrics["trained_tokens"]
+        total = sum(n * outcome.metrics[f"ois{split}"] for n, split in zip(tokens, of, strict=True))
+        assert total / sum(tokens) == pytest.approx(outcome.metrics["ois"])
     low_high = outcome.metrics["mis_mask_fraction_low"] + outcome.metrics["mis_mask_fraction_high"]
     assert low_high == pytest.approx(outcome.ratios["out_of_range"].num / outcome.ratios["out_of_range"].den)
 

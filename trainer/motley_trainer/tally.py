@@ -187,7 +187,10 @@ def _group_step(
 
 
 def named_metrics(table: Table, sequences: Many[Sequence], objective: Objective) -> dict[str, float]:
-    """Under the names of Miles: "<name>" over all, and "<name>/group/<g>", "<name>/view/<v>", "<name>/lag/<bucket>"."""
+    """Under the names of Miles: "<name>" over all, and "<name>/group/<g>", "<name>/view/<v>", "<name>/lag/<bucket>".
+
+    Each is a mean over the "trained_tokens" of its split, so that means of several splits are averaged by those.
+    """
     found: dict[str, float] = {}
     for split in table.splits.names:
         suffix = "" if split == "all" else f"/{split}"
@@ -203,8 +206,11 @@ def named_metrics(table: Table, sequences: Many[Sequence], objective: Objective)
 def _means(row: dict[Column, float], objective: Objective) -> dict[str, float]:
     tokens = row[Column.TOKENS]
     means = {
+        "trained_tokens": tokens,
         "train_rollout_logprob_abs_diff": row[Column.ABS_DIFF] / tokens,
         "train_rollout_kl": row[Column.K3] / tokens,
+        "train_rollout_kl_exact": row[Column.KL] / tokens,  # over the candidates where they are recorded
+        "entropy": row[Column.ENTROPY] / tokens,
         "ois": row[Column.RATIO] / tokens,
         "ess_ratio": row[Column.WEIGHT] ** 2 / max(tokens * row[Column.WEIGHT_SQUARED], 1e-300),
         "tis": row[Column.WEIGHT] / tokens,
