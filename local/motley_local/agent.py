@@ -13,6 +13,7 @@ import resource
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -50,6 +51,8 @@ from motley_local.runner import Isolation, Runner, best_isolation
 HOUSEKEEPING_S = 2.0
 SETTLE_S = 0.1  # changes that come together are handled together
 STATUS_WRITERS = 8
+REGISTRARS = 8
+MOST_OF_TIME = 4  # Services are planned anew at most a fifth of the time
 RETRY_S = 1.0
 SHUTDOWN_GRACE_S = 3.0
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -170,8 +173,7 @@ class Agent:
         for reflector in watchers:
             self._spawn(reflector.run())
         await asyncio.gather(*(reflector.synced.wait() for reflector in watchers))
-        for node in self.config.nodes:
-            await self._register(node)
+        await self._register_all()
         self._spawn(self.pods.run())
         await self.pods.synced.wait()
         for work in (
@@ -364,7 +366,8 @@ class Agent:
         self.running.pop(uid, None)
         self._written.pop(uid, None)
         self._writing.pop(uid, None)
-        self._told = {key for key in self._told if key[0] != uid}
+        if self._told:
+            self._told = {key for key in self._told if key[0] != uid}
 
     async def _status_writer(self) -> None:
         while True:
@@ -419,6 +422,15 @@ class Agent:
             await self.client.create(f"/api/v1/namespaces/{metadata['namespace']}/events", event)
 
     # Nodes.
+
+    async def _register_all(self) -> None:
+        waiting = list(reversed(self.config.nodes))
+
+        async def register_some() -> None:
+            while waiting:
+                await self._register(waiting.pop())
+
+        await asyncio.gather(*(register_some() for _ in range(REGISTRARS)))
 
     async def _register(self, node: NodeSpec) -> None:
         """Make (or take over) a node's object, report it healthy, and give it a lease."""
@@ -485,10 +497,12 @@ class Agent:
     # Services, mounted sources, storage.
 
     async def _services_loop(self) -> None:
+        took_s = 0.0
         while True:
             await self._services_changed.wait()
-            await asyncio.sleep(SETTLE_S)
+            await asyncio.sleep(max(SETTLE_S, MOST_OF_TIME * took_s))
             self._services_changed.clear()
+            started_s = time.monotonic()
             services, pods = self.service_objects.items.values(), self.pods.items.values()
             plan = service_plan.plan_proxies(services, pods)
             if (kubernetes := self.service_objects.get("default", "kubernetes")) is not None and os.getuid() == 0:
@@ -502,6 +516,7 @@ class Agent:
                 self._names = names
                 for pod in list(self.running.values()):
                     pod.refresh()
+            took_s = time.monotonic() - started_s
 
     def _on_source(self, change: Change) -> None:
         self._stale_namespaces.add(change.key[0])

@@ -64,6 +64,8 @@ class LocalCluster:
         repo_root: Path | None = None,
         isolation: str = "best",
         node_grace_s: int | None = None,
+        more_apiserver_flags: Sequence[str] = (),
+        client_qps: int = 100,
         report: Callable[[str], None] = stderr_report,
     ) -> None:
         self.state_dir = state_dir.absolute()
@@ -72,6 +74,7 @@ class LocalCluster:
         self.isolation = isolation
         # How long the node controller waits for a heartbeat. A laptop at its limit must not lose its nodes.
         self.node_grace_s = node_grace_s or monitor_grace_s(len(self.nodes))
+        self.more_apiserver_flags, self.client_qps = tuple(more_apiserver_flags), client_qps
         self.report = report
         self.plane: ControlPlane | None = None
         self._binaries: ControlPlaneBinaries | None = None
@@ -119,7 +122,11 @@ class LocalCluster:
         try:
             self.state_dir.mkdir(parents=True, exist_ok=True)
             plane = ControlPlane(
-                self.state_dir / "control-plane", self.binaries, node_monitor_grace_s=self.node_grace_s
+                self.state_dir / "control-plane",
+                self.binaries,
+                node_monitor_grace_s=self.node_grace_s,
+                more_apiserver_flags=self.more_apiserver_flags,
+                client_qps=self.client_qps,
             )
             self.plane = plane
             plane.start()

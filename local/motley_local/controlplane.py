@@ -142,6 +142,8 @@ class Settings:
     etcd_peer_port: int
     full: bool
     node_monitor_grace_s: int
+    more_apiserver_flags: tuple[str, ...] = ()
+    client_qps: int = 100  # of controller manager and scheduler, each
 
     @property
     def server(self) -> str:
@@ -207,11 +209,18 @@ def apiserver_flags(settings: Settings) -> list[str]:
     if not settings.full:
         # No controller makes the default ServiceAccount there, and pods could not be created.
         flags.append("--disable-admission-plugins=ServiceAccount")
-    return flags
+    return [*flags, *settings.more_apiserver_flags]
 
 
 def scheduler_flags(settings: Settings) -> list[str]:
-    return [f"--kubeconfig={settings.kubeconfig_path}", "--leader-elect=false", "--secure-port=0", "--profiling=false"]
+    return [
+        f"--kubeconfig={settings.kubeconfig_path}",
+        "--leader-elect=false",
+        "--secure-port=0",
+        "--profiling=false",
+        f"--kube-api-qps={settings.client_qps}",
+        f"--kube-api-burst={2 * settings.client_qps}",
+    ]
 
 
 def controller_manager_flags(settings: Settings) -> list[str]:
@@ -223,8 +232,8 @@ def controller_manager_flags(settings: Settings) -> list[str]:
         f"--service-account-private-key-file={settings.service_account_key_path}",
         f"--root-ca-file={settings.ca_path}",
         f"--controllers=*,{','.join(f'-{name}' for name in CONTROLLERS_OFF)}",
-        "--kube-api-qps=100",
-        "--kube-api-burst=200",
+        f"--kube-api-qps={settings.client_qps}",
+        f"--kube-api-burst={2 * settings.client_qps}",
         "--node-monitor-period=1s",
         f"--node-monitor-grace-period={settings.node_monitor_grace_s}s",
         "--node-eviction-rate=10",
@@ -234,9 +243,19 @@ def controller_manager_flags(settings: Settings) -> list[str]:
 class ControlPlane:
     """A control plane that runs from ``start`` to ``stop``; a context manager. Start it from the main thread."""
 
-    def __init__(self, folder: Path, binaries: ControlPlaneBinaries, *, node_monitor_grace_s: int = 12) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        binaries: ControlPlaneBinaries,
+        *,
+        node_monitor_grace_s: int = 12,
+        more_apiserver_flags: Sequence[str] = (),
+        client_qps: int = 100,
+    ) -> None:
         self.folder = folder.absolute()
         self.node_monitor_grace_s = node_monitor_grace_s
+        self.more_apiserver_flags = tuple(more_apiserver_flags)
+        self.client_qps = client_qps
         self.binaries = binaries
         self.children: list[Child] = []
         self.settings: Settings | None = None
@@ -308,7 +327,17 @@ class ControlPlane:
         self.folder.chmod(0o700)
         (self.folder / "etcd").mkdir(mode=0o700)
         api_port, client_port, peer_port = free_ports(3)
-        settings = Settings(self.folder, slot, api_port, client_port, peer_port, self.full, self.node_monitor_grace_s)
+        settings = Settings(
+            self.folder,
+            slot,
+            api_port,
+            client_port,
+            peer_port,
+            self.full,
+            self.node_monitor_grace_s,
+            self.more_apiserver_flags,
+            self.client_qps,
+        )
         self.settings = settings
         write_private(settings.service_account_key_path, new_p256_key_pem())
         write_private(settings.tokens_path, f'{self.token},{ADMIN_USER},1,"system:masters"\n')

@@ -30,7 +30,22 @@ def is_ready(pod: Object) -> bool:
     return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
 
 
-def selected_pods(service: Object, pods: Iterable[Object]) -> list[Object]:
+class PodIndex:
+    """Pods by namespace and label, so that thousands of pods and hundreds of Services meet quickly."""
+
+    def __init__(self, pods: Iterable[Object]) -> None:
+        self._by_label: dict[tuple[str, str, str], list[Object]] = {}
+        for pod in pods:
+            metadata = pod["metadata"]
+            for key, value in (metadata.get("labels") or {}).items():
+                self._by_label.setdefault((metadata["namespace"], key, value), []).append(pod)
+
+    def candidates(self, namespace: str, selector: Mapping[str, str]) -> Sequence[Object]:
+        """All pods that the selector could select: those with its rarest label."""
+        return min((self._by_label.get((namespace, *pair), []) for pair in selector.items()), key=len)
+
+
+def selected_pods(service: Object, pods: PodIndex) -> list[Object]:
     """Pods that a Service sends to: selected, with an address, and ready unless it publishes others too; by name."""
     selector = service["spec"].get("selector")
     if not selector:
@@ -38,7 +53,7 @@ def selected_pods(service: Object, pods: Iterable[Object]) -> list[Object]:
     namespace = service["metadata"]["namespace"]
     unready_too = bool(service["spec"].get("publishNotReadyAddresses"))
     chosen = []
-    for pod in pods:
+    for pod in pods.candidates(namespace, selector):
         metadata = pod["metadata"]
         labels = metadata.get("labels") or {}
         status = pod.get("status") or {}
@@ -68,12 +83,12 @@ def has_cluster_ip(service: Object) -> bool:
 
 def plan_proxies(services: Iterable[Object], pods: Iterable[Object]) -> dict[Address, tuple[Address, ...]]:
     """Backends of every ClusterIP and port that has at least one. Without backends nothing listens, so connections are refused."""
-    pods = list(pods)
+    index = PodIndex(pods)
     plan: dict[Address, tuple[Address, ...]] = {}
     for service in services:
         if not has_cluster_ip(service):
             continue
-        chosen = selected_pods(service, pods)
+        chosen = selected_pods(service, index)
         for port in service["spec"].get("ports") or ():
             if port.get("protocol", "TCP") != "TCP":
                 continue
@@ -89,14 +104,14 @@ def plan_proxies(services: Iterable[Object], pods: Iterable[Object]) -> dict[Add
 
 def plan_names(services: Iterable[Object], pods: Iterable[Object]) -> list[tuple[str, str, str]]:
     """(address, namespace, name inside the namespace) of everything that cluster DNS would answer for."""
-    pods = list(pods)
+    index = PodIndex(pods)
     names: set[tuple[str, str, str]] = set()
     for service in services:
         namespace, name = service["metadata"]["namespace"], service["metadata"]["name"]
         if has_cluster_ip(service):
             names.add((service["spec"]["clusterIP"], namespace, name))
         elif service["spec"].get("clusterIP") == "None":
-            for pod in selected_pods(service, pods):
+            for pod in selected_pods(service, index):
                 names.add((pod["status"]["podIP"], namespace, name))
                 spec = pod["spec"]
                 if spec.get("subdomain") == name and spec.get("hostname"):
