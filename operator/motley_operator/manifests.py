@@ -171,7 +171,9 @@ def inline_sampler_group(run: RunRef, group: InlineGroup, live: Mapping[str, Any
     labelled = labels(run.name, group=name)
     spec["runRef"] = {"name": run.name}
     noted = {keys.REPLICAS_ANNOTATION: str(group.replicas)}
-    if live is not None and live["metadata"].get("annotations", {}).get(keys.REPLICAS_ANNOTATION) == str(group.replicas):
+    if live is not None and live["metadata"].get("annotations", {}).get(keys.REPLICAS_ANNOTATION) == str(
+        group.replicas
+    ):
         spec["replicas"] = live["spec"].get("replicas", group.replicas)
     metadata = {"annotations": noted}
     return _object(GROUP_VERSION, "SamplerGroup", run, name, run.owner(), labelled, metadata=metadata, spec=spec)

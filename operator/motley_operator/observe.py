@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from motley_operator import names
 from motley_operator.cache import CHILD_KINDS, Cache, RunKey
 from motley_operator.measure import RunMemory
-from motley_operator.planner.model import GroupView, NodeView, Settings, Snapshot
+from motley_operator.planner.model import GroupView, NodeView, Settings, Snapshot, parse_time
 
 Json = dict[str, Any]
 
@@ -152,6 +152,7 @@ def snapshot(
         replicas_writes={key: watched.writes for key, watched in memory.scaled.items() if watched.writes},
         failed_creates={**replica_failures(cache.of_run(key, "Deployment")), **memory.failed_creates},
         settings=settings,
+        created=parse_time(metadata.get("creationTimestamp")),
     )
 
 

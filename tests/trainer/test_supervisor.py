@@ -121,3 +121,45 @@ def test_asked_to_stop_it_saves_what_no_checkpoint_covers_and_says_so(pod, tmp_p
     db = BufferDb(tmp_path / "store" / RUN / "buffer" / "buffer.sqlite3", run_uid=UID)
     assert saved == db.get("durable") == db.get("step") >= 2
     db.close()
+
+
+def test_an_earlier_runs_folder_is_refused_and_says_what_to_do(pod, tmp_path):
+    folder = tmp_path / "store" / RUN / "buffer"
+    folder.mkdir(parents=True)
+    db = BufferDb(folder / "buffer.sqlite3", run_uid="uid-0")
+    db.put(finished=1, step=6)
+    db.close()
+    refused = run(pod())
+    assert refused.returncode == keys.EXIT_CONFIG
+    last = refused.stderr.splitlines()[-1]
+    assert last.startswith(
+        f"RunFolderExists: store.url: file://{tmp_path}/store/{RUN} holds an earlier run of this name (uid uid-0)"
+    )
+    assert "set store.onExisting to Resume" in last
+    # The same folder, gone on with: all of its six steps are done.
+    assert run(pod(store={"url": f"file://{tmp_path}/store", "onExisting": "Resume"})).returncode == 0
+
+
+def test_a_run_that_is_gone_on_with_trusts_its_own_checkpoints(tmp_path):
+    from motley_trainer.checkpoints import CheckpointFolder
+
+    path = tmp_path / "buffer.sqlite3"
+    BufferDb(path, run_uid="uid-0").close()
+    saved = CheckpointFolder(tmp_path, run_uid="uid-0")
+    (saved.begin(4) / "weights").write_bytes(b"w")
+    saved.complete(4, keep=1)
+    taken = BufferDb(path, run_uid=UID, take_over=True)
+    assert CheckpointFolder(tmp_path, run_uid=taken.run_uid).newest() == 4
+    taken.close()
+
+
+@pytest.mark.parametrize(("leaves", "want_code"), [(True, keys.EXIT_STOPPED), (False, 0)])
+def test_a_pod_whose_gang_left_early_is_not_done(pod, monkeypatch, leaves, want_code):
+    """The pod that was evicted is not this one: its ranks end with 0 after the save, and the Job must not count its index as done."""
+    import asyncio
+
+    from motley_trainer import main
+
+    rank = "import os, pathlib; pathlib.Path(os.environ['MOTLEY_LEFT_EARLY']).touch()" if leaves else "pass"
+    monkeypatch.setattr(main, "torchrun_command", lambda settings, environment: [sys.executable, "-c", rank])
+    assert asyncio.run(main._follow(from_environment({**pod(), "JOB_COMPLETION_INDEX": "1"}))) == want_code

@@ -1,7 +1,8 @@
 """`motley trainer`: a pod of the training gang. Pod 0 also holds the trajectory buffer; every pod runs torchrun.
 
-Exit codes: 0 the steps are done (at once, when they were done before); 143 asked to stop, after a save; 78 settings or
-sources that can never work, with the reason last on stderr; 1 the gang failed more often than torchrun restarts it.
+Exit codes: 0 the steps are done (at once, when they were done before); 143 this pod or another one of the gang was asked to
+stop, after a save; 78 settings or sources that can never work, with the reason last on stderr; 1 the gang failed more often than
+torchrun restarts it.
 """
 
 from __future__ import annotations
@@ -14,24 +15,25 @@ import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 from aiohttp import web
 from motley_api import keys
+from motley_api.resources.rlrun import OnExisting
 
 from motley_trainer import logs
 from motley_trainer.buffer.core import BufferCore
-from motley_trainer.buffer.db import BufferBrokenError, BufferDb
+from motley_trainer.buffer.db import BufferBrokenError, BufferDb, ForeignBufferError
 from motley_trainer.buffer.ledger import Ledger
 from motley_trainer.buffer.service import RUNNER_OPTIONS, BufferService
-from motley_trainer.settings import ENV_SOCKET, Settings, SettingsError, from_environment
+from motley_trainer.settings import ENV_LEFT, ENV_SOCKET, Settings, SettingsError, from_environment
 from motley_trainer.source import SourceError, check_model, task_names, train_tasks
 
 log = logging.getLogger("motley_trainer")
 
 LINGER_S = 10.0  # the final status stays readable
 MAX_RESTARTS = 5  # of the gang by torchrun, before the pod itself is restarted
-STOPPED = 143
 
 
 def main() -> None:
@@ -47,7 +49,8 @@ def main() -> None:
 
 async def _lead(settings: Settings) -> int:
     """Pod 0: the buffer, and this pod's part of the gang."""
-    db = BufferDb(settings.durable_folder("buffer") / "buffer.sqlite3", run_uid=settings.run_uid)
+    db = _open_buffer(settings)
+    settings = replace(settings, run_uid=db.run_uid)
     if db.get("finished") and db.get("step") >= settings.spec.steps:
         log.info("event=already_finished step=%d", db.get("step"))
         return 0
@@ -77,6 +80,21 @@ async def _lead(settings: Settings) -> int:
             if code == 0 and core.finished:
                 await _linger()
             return code if code or core.finished else 1
+
+
+def _open_buffer(settings: Settings) -> BufferDb:
+    """Errors: SettingsError when an earlier run of this name left its folder and the spec does not say to go on with it."""
+    resume = settings.spec.store.on_existing is OnExisting.RESUME
+    try:
+        return BufferDb(
+            settings.durable_folder("buffer") / "buffer.sqlite3", run_uid=settings.run_uid, take_over=resume
+        )
+    except ForeignBufferError as error:
+        raise SettingsError(
+            f"RunFolderExists: store.url: {settings.run_url} holds an earlier run of this name (uid {error.owner}): set"
+            " store.onExisting to Resume to go on from its last checkpoint, or move that folder away, or choose another"
+            " metadata.name"
+        ) from error
 
 
 async def _follow(settings: Settings) -> int:
@@ -118,7 +136,14 @@ async def _serving(service: BufferService, settings: Settings, socket: Path) -> 
 
 async def _gang(settings: Settings, socket: Path | None) -> int:
     """torchrun, until it ends. SIGTERM goes on to it: the ranks finish their step, save and leave."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    left = settings.scratch / "left-early"
+    left.unlink(missing_ok=True)
+    environment = {
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        ENV_LEFT: str(left),
+        keys.ENV_RUN_UID: settings.run_uid,  # an earlier run's, where its folder is gone on with
+    }
     environment.setdefault("OMP_NUM_THREADS", "1")
     if socket is not None:
         environment[ENV_SOCKET] = str(socket)
@@ -143,8 +168,8 @@ async def _gang(settings: Settings, socket: Path | None) -> int:
         if process.returncode is None:
             process.kill()
     log.info("event=gang_ended code=%d", code)
-    if stopped:
-        return STOPPED
+    if stopped or left.exists():
+        return keys.EXIT_STOPPED
     return 0 if code == 0 else 1
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,7 +27,7 @@ from motley_trainer.buffer.client import BufferClient
 from motley_trainer.checkpoints import CheckpointFolder
 from motley_trainer.publish import Publisher, bf16
 from motley_trainer.recipe import learning_rate, recipe_of
-from motley_trainer.settings import ENV_SOCKET, Settings, from_environment
+from motley_trainer.settings import ENV_LEFT, ENV_SOCKET, Settings, from_environment
 from motley_trainer.source import local_model
 
 if TYPE_CHECKING:
@@ -329,7 +330,8 @@ def main() -> None:
     logs.configure("rank")
     settings = from_environment()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    run(settings)
+    if not run(settings) and (left := os.environ.get(ENV_LEFT)):
+        Path(left).touch()  # on every pod of the gang: none of them may look done to the Job
     sys.stdout.flush()
 
 

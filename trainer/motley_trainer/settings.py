@@ -13,6 +13,7 @@ from motley_api.resources.rlrun import RLRunSpec
 from pydantic import ValidationError
 
 ENV_SOCKET = "MOTLEY_BUFFER_SOCKET"  # the supervisor's own, for its training processes
+ENV_LEFT = "MOTLEY_LEFT_EARLY"  # likewise: the file that says that the gang left, after a save, before the last step
 ENV_INDEX = "JOB_COMPLETION_INDEX"  # Kubernetes' own, of an Indexed Job
 
 

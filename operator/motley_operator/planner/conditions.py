@@ -21,6 +21,7 @@ RUN_CONDITIONS = (
     "RouterReady",
     "CapacityAvailable",
     "PriceKnown",
+    "StoreDurable",
     "WithinBudget",
     "MismatchHealthy",
     "QuotaExceeded",
@@ -32,7 +33,15 @@ BAD_WHEN_TRUE = frozenset({"QuotaExceeded", "Saturated", "ScaleConflict"})
 NEUTRAL = frozenset({"Suspended"})
 # Of these a person wants to hear even when they are wrong from the start; the others begin as False and come up.
 TOLD_AT_FIRST_SIGHT = frozenset(
-    {"ConfigurationValid", "PriceKnown", "WithinBudget", "PrecisionSupported", "RunFound", "QuotaExceeded"}
+    {
+        "ConfigurationValid",
+        "PriceKnown",
+        "StoreDurable",
+        "WithinBudget",
+        "PrecisionSupported",
+        "RunFound",
+        "QuotaExceeded",
+    }
 )
 MAX_MESSAGE = 2000
 

@@ -25,10 +25,14 @@ def cursor(status: RLRunStatus) -> tuple[int, int]:
     return (status.step_costs[-1].attempt, status.step_costs[-1].step) if status.step_costs else (-1, 0)
 
 
-def fresh(steps: Iterable[records.StepRecord], status: RLRunStatus) -> tuple[records.StepRecord, ...]:
-    """Records that status has not counted, in the order they happened."""
+def fresh(
+    steps: Iterable[records.StepRecord], status: RLRunStatus, since: datetime | None = None
+) -> tuple[records.StepRecord, ...]:
+    """Records that status has not counted, in the order they happened. Those from before `since` are another run's, whose folder
+    this one goes on with: it paid for none of them."""
     attempt, step = cursor(status)
-    ordered = sorted(steps, key=lambda record: (record.attempt, record.step))
+    own = (record for record in steps if since is None or moment(record.finished_unix_s) >= since)
+    ordered = sorted(own, key=lambda record: (record.attempt, record.step))
     return tuple(
         record for record in ordered if record.attempt > attempt or (record.attempt == attempt and record.step > step)
     )

@@ -149,6 +149,7 @@ class Snapshot:
     replicas_writes: Mapping[tuple[str, str], tuple[ReplicasWrite, ...]] = field(default_factory=dict)  # of others
     failed_creates: Mapping[tuple[str, str], str] = field(default_factory=dict)  # quota and the like, from events
     settings: Settings = Settings()
+    created: datetime | None = None  # the RLRun; earlier steps in its store are those of a run that it goes on with
 
     def child(self, kind: str, name: str) -> Object | None:
         return self.children.get((kind, name))

@@ -104,7 +104,7 @@ def decide(seen: Snapshot, now: datetime) -> Decided:
     prices = cost.price_table(seen.spec.prices)
     rates = engine_rates(seen, prices)
     per_engine = measured.of(seen)
-    new = ledger.fresh(seen.steps, seen.status)
+    new = ledger.fresh(seen.steps, seen.status, seen.created)
     bills = ledger.bills(
         new,
         seen.steps,

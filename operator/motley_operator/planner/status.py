@@ -222,6 +222,7 @@ def run_findings(seen: Snapshot, made: Decided) -> tuple[Finding, ...]:
         _router(seen, made),
         _capacity(seen),
         _price(seen, made),
+        _store(seen),
         _budget(seen, made),
         _mismatch_healthy(seen, made),
         _quota(seen),
@@ -381,6 +382,19 @@ def _price(seen: Snapshot, made: Decided) -> Finding:
             f"no price for {listed}: add it to spec.prices; until then cost is not known",
         )
     return Finding("PriceKnown", "True", "Known", "every GPU type in use has a price")
+
+
+def _store(seen: Snapshot) -> Finding:
+    store = seen.spec.store
+    if names.store_mount(store.url) is not None:
+        text = f"checkpoints, trajectories, weights and ledger lie under {store.url}"
+        return Finding("StoreDurable", "True", "FileSystem", text)
+    text = (
+        f"checkpoints and trajectories lie on the trainer pod's own disk and go with it: only weights and ledger are in {store.url}. "
+        "A run whose trainer is evicted, suspended or paused starts again from model.source: for one that matters use a file system as"
+        " store.url"
+    )
+    return Finding("StoreDurable", "False", "PodScratch", text)
 
 
 def _budget(seen: Snapshot, made: Decided) -> Finding:

@@ -87,7 +87,7 @@ class BufferCore:
         self._read_fleet_file()
         self.settle()
         attempt = self.db.get("attempt")
-        if self._fleet.paused or attempt == 0 or self.db.get("finished") or self.spec.suspend or request.sessions <= 0:
+        if self._fleet.paused or attempt == 0 or self.db.get("finished") or request.sessions <= 0:
             return []
         published = self.db.get("published")
         cap = self._limits.max_lag_steps

@@ -37,7 +37,15 @@ create table if not exists evaluations (step integer primary key, record blob no
 
 
 class BufferBrokenError(RuntimeError):
-    """The file is damaged, full or belongs to another run. Nothing was acknowledged."""
+    """The file is damaged or full. Nothing was acknowledged."""
+
+
+class ForeignBufferError(BufferBrokenError):
+    """The file belongs to another run."""
+
+    def __init__(self, path: Path, owner: str, run_uid: str) -> None:
+        super().__init__(f"{path}: belongs to run uid {owner}, this run's is {run_uid}; move it away")
+        self.owner = owner
 
 
 @dataclass(frozen=True)
@@ -49,10 +57,12 @@ class Counts:
 
 
 class BufferDb:
-    """One writer, one thread. `run_uid` binds the file to a run: a file of another is refused."""
+    """One writer, one thread. `run_uid` binds the file to a run: a file of another is refused, unless it is taken over; then
+    `run_uid` is that of the run which made it, as in its checkpoints."""
 
-    def __init__(self, path: Path, *, run_uid: str) -> None:
+    def __init__(self, path: Path, *, run_uid: str, take_over: bool = False) -> None:
         self._path = path
+        self.run_uid = run_uid
         try:
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5)
             self._db.execute("pragma journal_mode=wal")
@@ -66,8 +76,11 @@ class BufferDb:
             owner = self._db.execute("select run_uid from owner").fetchone()
             if owner is None:
                 self._db.execute("insert into owner values (?)", (run_uid,))
-            elif owner[0] != run_uid:
-                raise BufferBrokenError(f"{path}: belongs to run uid {owner[0]}, this run's is {run_uid}; move it away")
+            elif owner[0] != run_uid and not take_over:
+                self._db.close()
+                raise ForeignBufferError(path, owner[0], run_uid)
+            else:
+                self.run_uid = str(owner[0])
         except sqlite3.DatabaseError as error:
             raise BufferBrokenError(f"{path}: cannot open the trajectory buffer ({error}); {_MEND}") from error
 
