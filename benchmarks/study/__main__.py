@@ -49,7 +49,7 @@ def main() -> None:
             run_once(known[name], seed, settings, args.out)
     runs = report.load(args.out, known, seeds)
     if args.docs:
-        report.write(runs, Path(args.docs), settings)
+        report.write(runs, Path(args.docs))
     print(json.dumps(report.result(runs)), flush=True)
 
 

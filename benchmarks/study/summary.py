@@ -54,12 +54,18 @@ class Summary:
     fell: int | None
     collapsed: int | None
     kl: float
-    kl_growth: float  # over the mean of the steps that the guard calls early
-    out_of_range: float
+    largest_kl: float  # of any WINDOW_STEPS steps in a row, as are the next two
+    kl_growth: float  # largest_kl over the guard's early level
+    largest_out_of_range: float
     entropy: float
     grad_norm: float
     largest_grad_norm: float
     format_errors: float
+
+
+def _largest(values: Sequence[float]) -> float:
+    """Of the smoothed values; of the values themselves when there are fewer than a window of them."""
+    return max((value for value in smoothed(values) if not math.isnan(value)), default=max(values))
 
 
 def summarise(steps: Sequence[StepRecord], early_kl: float | None) -> Summary:
@@ -68,16 +74,17 @@ def summarise(steps: Sequence[StepRecord], early_kl: float | None) -> Summary:
         raise ValueError("steps: want at least one record")
     rewards = [mean(step.reward) for step in steps]
     last = steps[-WINDOW_STEPS:]
-    kl = fmean(mean(step.kl) for step in last)
+    largest_kl = _largest([mean(step.kl) for step in steps])
     return Summary(
         steps=len(steps),
         final_reward=fmean(rewards[-WINDOW_STEPS:]),
-        best_reward=max((v for v in smoothed(rewards) if not math.isnan(v)), default=max(rewards)),
+        best_reward=_largest(rewards),
         fell=fall_step(rewards),
         collapsed=collapse_step(rewards),
-        kl=kl,
-        kl_growth=kl / early_kl if early_kl else math.nan,
-        out_of_range=fmean(mean(step.out_of_range) for step in last),
+        kl=fmean(mean(step.kl) for step in last),
+        largest_kl=largest_kl,
+        kl_growth=largest_kl / early_kl if early_kl else math.nan,
+        largest_out_of_range=_largest([mean(step.out_of_range) for step in steps]),
         entropy=fmean(mean(step.entropy) for step in last),
         grad_norm=fmean(step.grad_norm for step in last),
         largest_grad_norm=max(step.grad_norm for step in steps),

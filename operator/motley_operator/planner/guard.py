@@ -54,10 +54,6 @@ class Level:
         lag = mean(self.lag)
         return lag is not None and lag > RAMP_SHARE * (self.step - 1)
 
-    @property
-    def enough(self) -> bool:
-        return self.samples is None or self.samples >= SAMPLES_PER_LEVEL
-
 
 MEASURES = tuple(field.name for field in fields(Level) if field.name not in ("step", "samples"))
 
@@ -74,6 +70,14 @@ def pool(levels: Sequence[Level]) -> Level:
         step=levels[-1].step,
         samples=sum(samples) if len(samples) == len(levels) else None,
         **{name: of(name) for name in MEASURES},
+    )
+
+
+def enough(levels: Sequence[Level]) -> bool:
+    """Whether they are enough for one level."""
+    return (
+        any(level.samples is None for level in levels)
+        or sum(level.samples or 0 for level in levels) >= SAMPLES_PER_LEVEL
     )
 
 
@@ -166,9 +170,8 @@ def early(levels: Sequence[Level], steps: int) -> Level | None:
     ramp = max((place for place, level in enumerate(levels[:LONGEST_RAMP_STEPS], 1) if level.ramping), default=0)
     last = LONGEST_RAMP_STEPS + steps  # all that the operator is sure to remember of a series' beginning
     for end in range(ramp + steps, min(len(levels), last) + 1):
-        found = pool(levels[ramp:end])
-        if found.enough or end == last:
-            return found
+        if enough(levels[ramp:end]) or end == last:
+            return pool(levels[ramp:end])
     return None
 
 
@@ -220,9 +223,8 @@ def windows(levels: Sequence[Level]) -> Iterator[Level]:
     """From the newest step back: each step that has enough samples, or as many in a row, each counted once, as it takes for enough."""
     end = len(levels)
     for start in range(len(levels) - 1, -1, -1):
-        found = pool(levels[start:end])
-        if found.enough:
-            yield found
+        if enough(levels[start:end]):
+            yield pool(levels[start:end])
             end = start
 
 
