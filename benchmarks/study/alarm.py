@@ -26,6 +26,7 @@ class Alarm:
     warned: int | None
     paused: int | None
     why: str  # of the warning
+    entropy_warned: int | None = None  # a warning of its own, not counted as the above
     throttled: int = 0
     quarantined: int = 0
 
@@ -49,7 +50,7 @@ def watch(steps: Sequence[StepRecord], config: Guard) -> Alarm:
     names = sorted({group.name for step in steps for group in step.groups})
     whole = guard.series(steps)
     held: GuardStatus | None = None
-    warned = paused = None
+    warned = paused = entropy_warned = None
     why = ""
     actions: list[str] = []
     for level in whole.run:
@@ -57,6 +58,8 @@ def watch(steps: Sequence[StepRecord], config: Guard) -> Alarm:
         held = verdict.status
         actions += [action for subject, action, _ in verdict.news if subject]
         entropy_only = verdict.message.startswith("entropy")
+        if entropy_only and entropy_warned is None:
+            entropy_warned = level.step
         if warned is None and held.action is not None and not entropy_only:
             warned, why = level.step, verdict.message
         if held.action is GuardAction.PAUSE:
@@ -69,6 +72,7 @@ def watch(steps: Sequence[StepRecord], config: Guard) -> Alarm:
         warned=warned,
         paused=paused,
         why=why,
+        entropy_warned=entropy_warned,
         throttled=actions.count(GuardAction.THROTTLE.value),
         quarantined=actions.count(GuardAction.QUARANTINE.value),
     )
@@ -93,6 +97,7 @@ class Figures:
     steady: int
     false_warnings: int
     false_pauses: int
+    false_entropy_warnings: int
     false_throttles: int  # groups, not runs
     false_quarantines: int
 
@@ -115,6 +120,7 @@ def figures(alarms: Sequence[Alarm]) -> Figures:
         steady=len(steady),
         false_warnings=sum(alarm.warned is not None for alarm in steady),
         false_pauses=sum(alarm.paused is not None for alarm in steady),
+        false_entropy_warnings=sum(alarm.entropy_warned is not None for alarm in steady),
         false_throttles=sum(alarm.throttled for alarm in steady),
         false_quarantines=sum(alarm.quarantined for alarm in steady),
     )

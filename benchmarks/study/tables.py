@@ -195,9 +195,10 @@ def figures_table(rows: Mapping[str, Sequence[Alarm]]) -> str:
                 name,
                 f"{f.paused_in_time} of {f.collapsing}",
                 f"{f.warned_in_time} of {f.collapsing}",
-                f"{f.median_lead_steps:g}",
+                f"{f.median_lead_steps:g}" if f.collapsing else "-",
                 f"{f.false_pauses} of {f.steady}",
                 f"{f.false_warnings} of {f.steady}",
+                f"{f.false_entropy_warnings} of {f.steady}",
                 f"{f.false_throttles} / {f.false_quarantines}",
                 str(f.dipping),
             ]
@@ -209,6 +210,7 @@ def figures_table(rows: Mapping[str, Sequence[Alarm]]) -> str:
         "pause to fall, median steps",
         "steady runs paused",
         "warned",
+        "warned of entropy",
         "their groups throttled / quarantined",
         "dips (either is right)",
     ]

@@ -248,7 +248,11 @@ def test_after_an_edit_only_later_steps_raise_the_alarm_again() -> None:
 def test_falling_entropy_warns_and_never_more() -> None:
     entropies = [0.8] * 5 + [0.05] * 20
     steps = [study.step(number, entropy=records.Ratio(value, 1.0)) for number, value in enumerate(entropies, 1)]
-    assert {verdict.status.action for verdict in follow(steps, Guard())[5:]} == {GuardAction.WARN}
+    verdicts = follow(steps, Guard())
+    assert [verdict.status.action for verdict in verdicts[:6]] == [
+        None
+    ] * 6  # low at step 6 for the first time: patience 2
+    assert {verdict.status.action for verdict in verdicts[6:]} == {GuardAction.WARN}
 
 
 def test_a_repeated_step_counts_once() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from motley_api.records import GroupStep, Ratio, StepRecord
+from motley_operator.planner import guard
 
 from benchmarks.study import ledger, summary
 
@@ -100,3 +102,11 @@ def test_a_ledger_reads_back_what_was_appended(tmp_path) -> None:
     found = ledger.read(path)
     assert [step.reward for step in found] == [step.reward for step in steps]
     assert found[0].metrics == {"ois": 1.0}
+
+
+def test_a_fixture_says_to_the_guard_what_its_record_says() -> None:
+    groups = [GroupStep(name="a", view="fp8", samples=64, kl=Ratio(3.0, 100.0), version=0)]
+    whole = record(7, 0.5, groups=groups, metrics={"ois": 1.0}, format_error_ends=Ratio(0.0, 64.0))
+    line = ledger.fixture(whole)
+    assert guard.series([msgspec.json.decode(line, type=StepRecord)]) == guard.series([whole])
+    assert len(line) < 0.7 * len(msgspec.json.encode(whole))

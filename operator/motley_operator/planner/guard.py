@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from decimal import Decimal
+from itertools import islice
 from statistics import fmean
 
 from motley_api import records
@@ -203,13 +204,6 @@ def alarms(level: Level, start: Level, limits: Thresholds) -> tuple[str, ...]:
     return tuple(found)
 
 
-def entropy_fell(level: Level, start: Level, limits: Thresholds) -> str:
-    now, before = mean(level.entropy), mean(start.entropy)
-    if now is None or not before or now * limits.entropy_fall > before:
-        return ""
-    return f"entropy {now:.4g} against {before:.4g} early (limit 1/{limits.entropy_fall:g})"
-
-
 @dataclass(frozen=True)
 class Streak:
     """How long a series has been above its thresholds, up to its end; and below, likewise."""
@@ -228,6 +222,24 @@ def windows(levels: Sequence[Level]) -> Iterator[Level]:
             end = start
 
 
+def _counted(levels: Sequence[Level], start: Level, since_step: int) -> list[Level]:
+    return [level for level in levels if level.step > max(start.step, since_step)]
+
+
+def entropy_fell(levels: Sequence[Level], limits: Thresholds, since_step: int) -> str:
+    """Why there is a warning: entropy has been that low for `patience_steps` levels in a row."""
+    start = early(levels, limits.early_steps)
+    if start is None:
+        return ""
+    last = list(islice(windows(_counted(levels, start, since_step)), limits.patience_steps))
+    now, before = [mean(level.entropy) for level in last], mean(start.entropy)
+    if len(last) < limits.patience_steps or not before:
+        return ""
+    if any(value is None or value * limits.entropy_fall > before for value in now):
+        return ""
+    return f"entropy {now[0]:.4g} against {before:.4g} early (limit 1/{limits.entropy_fall:g})"
+
+
 def streak(levels: Sequence[Level], limits: Thresholds, since_step: int) -> Streak:
     """Steps in a row with the same verdict at the end of the series; early steps and steps up to `since_step` do not count."""
     start = early(levels, limits.early_steps)
@@ -235,7 +247,7 @@ def streak(levels: Sequence[Level], limits: Thresholds, since_step: int) -> Stre
         return Streak()
     above = below = 0
     why: tuple[str, ...] = ()
-    for level in windows([level for level in levels if level.step > max(start.step, since_step)]):
+    for level in windows(_counted(levels, start, since_step)):
         found = alarms(level, start, limits)
         if found and not below:
             above, why = above + 1, why or found
@@ -310,7 +322,8 @@ def judge(guard: Guard, generation: int, held: GuardStatus | None, seen: Series,
 
     before = {item.name: item.action for item in held.groups}
     now: dict[str, GuardAction] = {}
-    blamed, cleared = [], []
+    blamed: list[str] = []
+    cleared: list[str] = []
     names = sorted(set(groups))
     for name in names:
         found = streak(seen.groups.get(name, ()), limits, held.since_step)
@@ -332,8 +345,7 @@ def judge(guard: Guard, generation: int, held: GuardStatus | None, seen: Series,
     p = guard.patience_steps
     pause_after = 4 * p if blamed and _fleet_is_sound(cleared, seen) else math.ceil(1.5 * p)
     wanted = GuardAction.PAUSE if whole.above >= pause_after else GuardAction.WARN if whole.above >= p else None
-    start = early(seen.run, guard.early_steps)
-    fell = entropy_fell(seen.run[-1], start, limits) if start is not None and newest > held.since_step else ""
+    fell = entropy_fell(seen.run, limits, held.since_step)
     wanted = _stronger(_capped(wanted, guard.action), GuardAction.WARN if fell else None)
     run_action = GuardAction.PAUSE if held.action is GuardAction.PAUSE else wanted
     why = "; ".join(part for part in (whole.why if whole.above >= p else "", fell) if part)
@@ -347,6 +359,6 @@ def judge(guard: Guard, generation: int, held: GuardStatus | None, seen: Series,
             generation=generation,
         ),
         news=tuple(news),
-        healthy=None if start is None else run_action is None and not now,
+        healthy=None if early(seen.run, guard.early_steps) is None else run_action is None and not now,
         message=why or ", ".join(f"{name}: {action.value}" for name, action in sorted(now.items())),
     )
