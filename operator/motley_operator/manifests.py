@@ -67,18 +67,17 @@ def hashed(manifest: Mapping[str, Any]) -> Json:
 
 
 def differs(rendered: Any, live: Any) -> bool:
-    """Whether `live` lacks something of `rendered`. What the server added, defaults and status, does not count."""
-    if isinstance(rendered, Mapping):
-        return not isinstance(live, Mapping) or any(
-            differs(value, live.get(key)) for key, value in rendered.items() if value is not None
-        )
+    """Whether `live` lacks something of `rendered`. What the server added, defaults and status, does not count.
+
+    The operator's innermost loop, so without abstract types and generators.
+    """
+    if isinstance(rendered, dict):
+        return not isinstance(live, dict) or any(map(differs, rendered.values(), map(live.get, rendered)))
     if isinstance(rendered, list | tuple):
         if not rendered and live is None:
             return False
-        if not isinstance(live, list) or len(live) != len(rendered):
-            return True
-        return any(differs(one, other) for one, other in zip(rendered, live, strict=True))
-    if rendered in ("", False) and live is None:
+        return not isinstance(live, list) or len(live) != len(rendered) or any(map(differs, rendered, live))
+    if rendered is None or (live is None and rendered in ("", False)):
         return False  # the server drops zero values
     return bool(rendered != live)
 
