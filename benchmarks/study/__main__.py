@@ -37,7 +37,11 @@ def main() -> None:
     parser.add_argument("--arm", default="", help=f"comma-separated, of {', '.join(known)}; default: all")
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated (default: 0,1,2)")
     parser.add_argument("--out", type=Path, default=ROOT / "build/study", help="ledgers (default: build/study)")
-    parser.add_argument("--docs", default=str(ROOT / "docs"), help="where study.md, plots and CSVs go; '' for nowhere")
+    parser.add_argument(
+        "--docs",
+        default=str(ROOT / "build/study/report"),
+        help="where study.md, plots and CSVs go (default: build/study/report; docs: the page in the repository; '' for nowhere)",
+    )
     args = parser.parse_args()
     chosen = [name for name in args.arm.split(",") if name] or list(known)
     if unknown := [name for name in chosen if name not in known]:

@@ -15,7 +15,7 @@ from motley_api.resources.rlrun import Guard
 from motley_operator.planner import guard
 
 from benchmarks.study import ledger, plots, tables
-from benchmarks.study.alarm import CANDIDATES, Alarm, figures, leave_one_seed_out, watch
+from benchmarks.study.alarm import CANDIDATES, Alarm, HeldOut, figures, leave_one_seed_out, watch
 from benchmarks.study.plan import Arm
 from benchmarks.study.summary import Summary, summarise, to_csv
 from benchmarks.study.tables import Run, by_arm
@@ -80,27 +80,27 @@ def write(runs: Sequence[Run], docs: Path) -> None:
     (folder / "runs.csv").write_text(_rows(runs))
     plots.draw(runs, folder)
     page = docs / "study.md"
-    text = page.read_text() if page.exists() else f"# The study in miniature\n\n{START}\n{END}\n"
+    text = page.read_text() if page.exists() else "# The study in miniature\n"
     page.write_text(fill(text, sections(runs)))
 
 
-def sections(runs: Sequence[Run]) -> list[str]:
-    """In the order of the page."""
+def sections(runs: Sequence[Run]) -> Mapping[str, str]:
+    """By heading, in the order of the page."""
     seeds = sorted({run.seed for run in runs})
     rows: dict[str, list[Alarm]] = {"all": [run.alarm for run in runs]}
     rows["of the arms that the study found stable"] = [run.alarm for run in runs if run.arm in STABLE_ARMS]
     rows |= {f"seed {seed}": [run.alarm for run in runs if run.seed == seed] for seed in seeds}
-    return [
-        tables.outcomes(runs),
-        tables.mismatch(runs),
-        tables.group_table(runs),
-        "\n\n".join([tables.figures_table(rows), tables.alarm_table(runs)]),
-        tables.held_out_table(held_out(runs)),
-    ]
+    return {
+        "Reward": tables.outcomes(runs),
+        "Mismatch": tables.mismatch(runs),
+        "Groups": tables.group_table(runs),
+        "The guard on these runs": "\n\n".join([tables.figures_table(rows), tables.alarm_table(runs)]),
+        "Its thresholds on seeds that they were not chosen on": tables.held_out_table(held_out(runs)),
+    }
 
 
-def held_out(runs: Sequence[Run]) -> list[Any]:
-    """Errors: none for a single seed, but then nothing can be left out."""
+def held_out(runs: Sequence[Run]) -> list[HeldOut]:
+    """Empty for a single seed: nothing can be left out."""
     seeds = sorted({run.seed for run in runs})
     if len(seeds) < 2:
         return []
@@ -111,15 +111,15 @@ def held_out(runs: Sequence[Run]) -> list[Any]:
     return leave_one_seed_out(seen)
 
 
-def fill(text: str, parts: Sequence[str]) -> str:
-    """Each generated part goes between its markers, in order; parts that have none are appended."""
+def fill(text: str, parts: Mapping[str, str]) -> str:
+    """Each part goes between the page's markers, in order; a page without markers gets all of them, with their headings, at its end."""
+    if START not in text:
+        return text + "".join(f"\n## {title}\n\n{START}\n\n{part}\n\n{END}\n" for title, part in parts.items())
     out, rest = [], text
-    for part in parts:
-        before, marker, after = rest.partition(START)
+    for part in parts.values():
+        before, _, after = rest.partition(START)
         _, _, rest = after.partition(END)
-        out.append(f"{before if marker else before.rstrip() + chr(10) * 2}{START}\n\n{part}\n\n{END}")
-        if not marker:
-            rest = "\n"
+        out.append(f"{before}{START}\n\n{part}\n\n{END}")
     return "".join(out) + rest
 
 

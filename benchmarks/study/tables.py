@@ -117,7 +117,7 @@ def group_table(runs: Sequence[Run]) -> str:
     first = [run.steps[0] for run in plain if run.arm == "grpo"]
     control = [run.steps[0] for run in runs if run.arm == "homogeneous_grpo"]
     if not whole or not first or not control:
-        return "No run on the mixed fleet stayed whole."
+        return "Wants runs of `grpo` and `homogeneous_grpo`, and one without top-p that did not collapse."
     shares = group_shares([step for run in whole for step in run.steps])
     alone = first_step_kl(first)
     rows = [
