@@ -20,7 +20,6 @@ HELP = {
     "rollout": "a rollout worker: agent sessions in sandboxes",
     "router": "places sessions on engines",
     "sampler": "an engine behind its agent",
-    "study": "the mixed-precision ablation in miniature",
     "tasks": "check and audit task folders",
     "trainer": "the training gang's process",
     "watch": "a run, live in the terminal",
