@@ -31,29 +31,32 @@ PROGRESS_EVERY_STEPS = 12
 
 
 def main() -> None:
-    settings = Settings()
-    known = arms(settings)
+    names = list(arms(Settings()))
     parser = argparse.ArgumentParser(prog="python -m benchmarks.study", description=__doc__)
-    parser.add_argument("--arm", default="", help=f"comma-separated, of {', '.join(known)}; default: all")
+    parser.add_argument("--arm", default="", help=f"comma-separated, of {', '.join(names)}; default: all")
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated (default: 0,1,2)")
-    parser.add_argument("--out", type=Path, default=ROOT / "build/study", help="ledgers (default: build/study)")
-    parser.add_argument(
-        "--docs",
-        default=str(ROOT / "build/study/report"),
-        help="where study.md, plots and CSVs go (default: build/study/report; docs: the page in the repository; '' for nowhere)",
-    )
+    usual = Settings().learning_rate
+    parser.add_argument("--learning-rate", default=usual, help=f"of every arm (default: {usual})")
+    parser.add_argument("--out", help="ledgers (default: build/study, or build/study-RATE for another learning rate)")
+    parser.add_argument("--docs", help="where study.md, plots and CSVs go; '': nowhere (default: report, under --out)")
     args = parser.parse_args()
-    chosen = [name for name in args.arm.split(",") if name] or list(known)
+    settings = Settings(learning_rate=args.learning_rate)
+    known = arms(settings)
+    chosen = [name for name in args.arm.split(",") if name] or names
     if unknown := [name for name in chosen if name not in known]:
         parser.error(f"--arm: must be among {', '.join(known)}, got {', '.join(unknown)}")
+    if not all(seed.isdecimal() for seed in args.seeds.split(",")):
+        parser.error(f"--seeds: must be whole numbers with commas between them, got {args.seeds!r}")
     seeds = [int(seed) for seed in args.seeds.split(",")]
-    args.out.mkdir(parents=True, exist_ok=True)
+    suffix = "" if args.learning_rate == usual else f"-{args.learning_rate}"
+    out = Path(args.out) if args.out else ROOT / f"build/study{suffix}"
+    out.mkdir(parents=True, exist_ok=True)
     for seed in seeds:  # seed by seed, so that an interrupted study has whole rows to compare
         for name in chosen:
-            run_once(known[name], seed, settings, args.out)
-    runs = report.load(args.out, known, seeds)
-    if args.docs:
-        report.write(runs, Path(args.docs))
+            run_once(known[name], seed, settings, out)
+    runs = report.load(out, known, seeds)
+    if args.docs != "":
+        report.write(runs, Path(args.docs) if args.docs else out / "report")
     print(json.dumps(report.result(runs)), flush=True)
 
 
