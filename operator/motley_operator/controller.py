@@ -14,14 +14,16 @@ from motley_api import keys
 from motley_api.resources import RLRunStatus
 
 from motley_operator import apply, names, observe
-from motley_operator.cache import WATCHED, Cache, RunKey
+from motley_operator.cache import RUN_KINDS, WATCHED, Cache, Json, RunKey
 from motley_operator.kube import ApiError, Kube
+from motley_operator.manifests import Urls
 from motley_operator.measure import RunMemory, Telemetry
 from motley_operator.metrics import Metrics
-from motley_operator.planner import guard, ledger, status
+from motley_operator.nodes import Nodes, Seen
+from motley_operator.planner import guard, ledger, resize, status
 from motley_operator.planner.conditions import RUN_CONDITIONS, Finding, flips, merge
 from motley_operator.planner.lifecycle import job_condition
-from motley_operator.planner.model import EventOut, NodeView, Plan, Settings, Snapshot
+from motley_operator.planner.model import EventOut, Plan, Settings, Snapshot
 from motley_operator.planner.plan import plan, service_urls
 
 log = logging.getLogger("motley.operator")
@@ -32,12 +34,44 @@ class Pace:
     """Seconds."""
 
     batch_s: float = 0.1  # changes that come together are looked at once
-    active_s: float = 3.0  # a run that moves by itself is looked at this often
+    calm_s: float = 1.0  # and not before so long after a look that found nothing to do
+    active_s: float = 3.0  # router and trainer of a run that moves by itself are asked this often
+    quiet_looks: int = 5  # of those that hear nothing new, so many make one plan
     first_retry_s: float = 1.0
     last_retry_s: float = 60.0
-    resync_s: float = 60.0  # a full list against what the watches missed
-    nodes_s: float = 30.0  # nodes are listed only while a pod finds no place
-    workers: int = 8
+    settle_s: float = 5.0  # from the start of a watch to the list that it is compared with
+    resync_s: float = 3600.0  # such lists without any reason
+    nodes_s: float = 30.0  # nodes are listed only while a pod finds no place, or engines are to be chosen
+    resize_s: float = 60.0  # engines are chosen anew at most this often, while the choice before stands
+    bills_per_minute: float = 12.0  # statuses in which only running totals moved, of all runs together
+    workers: int = 32  # most of them wait for an answer
+
+
+@dataclass(frozen=True)
+class Quiet:
+    """A look that found nothing to do, and what it was based on: while that stays, only router and trainer are asked."""
+
+    version: int  # of the run in the cache
+    heard: object
+    until_s: float
+    urls: Urls | None  # None: nobody is there to ask
+    early_steps: int
+    counted: tuple[int, int]
+
+
+def heard(memory: RunMemory) -> object:
+    """What router and trainer said, as far as a plan should follow at once: counters of the router's engines can wait."""
+    router = memory.router
+    engines = (
+        [
+            (one.id, one.group, one.view, one.version, one.ready, one.draining, one.reason, one.max_sessions)
+            for one in router.engines
+        ]
+        if router is not None
+        else None
+    )
+    generation = router.fleet_generation if router is not None else None
+    return generation, engines, memory.router_error, memory.trainer, memory.trainer_error, dict(memory.loads)
 
 
 class Controller:
@@ -64,10 +98,14 @@ class Controller:
         self.last_progress_s = clock()
         self.last_event_s = clock()
         self._due: dict[RunKey, float] = {}
+        self._queue: list[tuple[float, RunKey]] = []  # a heap; entries that `_due` contradicts do not count
+        self._calm: dict[RunKey, float] = {}  # changes alone are not looked at before
+        self._quiet: dict[RunKey, Quiet] = {}
         self._retries: dict[RunKey, int] = {}
         self._busy: set[RunKey] = set()
         self._wake = asyncio.Event()
-        self._nodes: tuple[float, tuple[NodeView, ...] | None] = (float("-inf"), None)
+        self.nodes = Nodes(kube, clock, self.pace.nodes_s)
+        self._resync_due: dict[str, float] = {}
 
     # What is due.
 
@@ -186,15 +224,31 @@ class Controller:
         assert first is not None
         await self._measure(first, memory)
         await self._failed_creates(first, memory)
-        nodes = await self._nodes_if_needed(first)
+        due = self.clock() - memory.sized_s >= self.pace.resize_s and resize.due(first, self.utc_now())
+        if due:
+            memory.sized_s = self.clock()
+        looked = await self._nodes_if_needed(first, due=due)
         return observe.snapshot(
-            self.cache, key, memory, settings=self.settings, nodes=nodes, fresh_token=secrets.token_urlsafe(32)
+            self.cache,
+            key,
+            memory,
+            settings=self.settings,
+            nodes=looked.nodes,
+            nodes_error=looked.error,
+            resize_due=due,
+            fresh_token=secrets.token_urlsafe(32),
         )
 
-    async def _measure(self, seen: Snapshot, memory: RunMemory) -> None:
-        urls = service_urls(seen)
+    def _to_ask(self, seen: Snapshot, memory: RunMemory) -> Urls | None:
         up = any(pod.exists and pod.ready and pod.role in (keys.ROLE_ROUTER, keys.ROLE_TRAINER) for pod in seen.pods)
-        if urls is None or not memory.token or not up or seen.deleting:
+        return service_urls(seen) if memory.token and up and not seen.deleting else None
+
+    def _early_steps(self, seen: Snapshot) -> int:
+        return guard.LONGEST_RAMP_STEPS + seen.spec.guard.early_steps
+
+    async def _measure(self, seen: Snapshot, memory: RunMemory) -> None:
+        urls = self._to_ask(seen, memory)
+        if urls is None:
             memory.router = memory.trainer = None
             memory.router_error = memory.trainer_error = "no pod is ready"
             return
@@ -222,42 +276,39 @@ class Controller:
             newest = max(found, key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "")
             memory.failed_creates["Job", name] = newest.get("message", "")
 
-    async def _nodes_if_needed(self, seen: Snapshot) -> tuple[NodeView, ...] | None:
-        if not any(pod.unschedulable and pod.exists and not pod.node for pod in seen.pods):
-            return None
-        at, nodes = self._nodes
-        if self.clock() - at >= self.pace.nodes_s:
-            try:
-                nodes = tuple([observe.node_view(node) async for node in self.kube.list("Node", cached=True)])
-            except ApiError as error:
-                if error.status != 403:
-                    raise
-                nodes = None  # a namespaced install may not look at nodes
-            self._nodes = (self.clock(), nodes)
-        return nodes
+    async def _nodes_if_needed(self, seen: Snapshot, *, due: bool) -> Seen:
+        """While a pod finds no place, and before the number of engines is decided."""
+        waits = any(pod.unschedulable and pod.exists and not pod.node for pod in seen.pods)
+        return await self.nodes.seen() if waits or due else Seen(None)
 
-    async def _write(self, seen: Snapshot, decided: Plan, now: datetime) -> None:
+    async def _write(self, seen: Snapshot, decided: Plan, now: datetime) -> bool:
+        """Statuses that differ, then events. Whether anything was written."""
         if decided.status is None:
-            return
-        key = (seen.namespace, seen.name)
+            return False
+        wrote = False
         for name, wanted in decided.group_statuses.items():
             live = self.cache.get("SamplerGroup", seen.namespace, name)
-            if live is not None and await apply.write_status(
-                "SamplerGroup", live, wanted.to_json_dict(), kube=self.kube, cache=self.cache, now=now
-            ):
-                self.metrics.status_writes.labels("SamplerGroup").inc()
+            wrote |= live is not None and await self._write_status("SamplerGroup", live, wanted.to_json_dict(), now)
+        key = (seen.namespace, seen.name)
         live = self.cache.get("RLRun", *key)
         if live is None or live["metadata"]["uid"] != seen.uid:
-            return
-        if await apply.write_status(
-            "RLRun", live, decided.status.to_json_dict(), kube=self.kube, cache=self.cache, now=now
-        ):
-            self.metrics.status_writes.labels("RLRun").inc()
-            for (
-                event
-            ) in decided.events:  # after the status: what is told was also noted, so a restart does not tell it again
+            return wrote
+        if await self._write_status("RLRun", live, decided.status.to_json_dict(), now):
+            wrote = True
+            # After the status: what is told was also noted, so a restart does not tell it again.
+            for event in decided.events:
                 await apply.post_event(event, seen.namespace, kube=self.kube, now=now)
         self.metrics.show(key, decided.status)
+        return wrote
+
+    async def _write_status(self, kind: str, live: Json, wanted: Json, now: datetime) -> bool:
+        bills_s = 60.0 * len(self.memory) / self.pace.bills_per_minute
+        wrote = await apply.write_status(
+            kind, live, wanted, kube=self.kube, cache=self.cache, now=now, totals_every_s=bills_s
+        )
+        if wrote:
+            self.metrics.status_writes.labels(kind).inc()
+        return wrote
 
     async def _tell_invalid(self, key: RunKey, message: str) -> None:
         """A spec that cannot be read: nothing is done but said."""

@@ -39,6 +39,7 @@ RESOURCES: dict[str, tuple[str, str]] = {
     "Deployment": ("apis/apps/v1", "deployments"),
     "Job": ("apis/batch/v1", "jobs"),
     "Lease": ("apis/coordination.k8s.io/v1", "leases"),
+    "ResourceSlice": ("apis/resource.k8s.io/v1", "resourceslices"),
     "RLRun": (_OURS, "rlruns"),
     "SamplerGroup": (_OURS, "samplergroups"),
 }

@@ -175,11 +175,12 @@ def _plan(
         str, typer.Option("--available", help="GPUs to choose from, in place of the nodes': H100=16,B200=8.")
     ] = "",
     gpus: Annotated[int | None, typer.Option("--gpus", min=0, help="Most GPUs that samplers may hold in all.")] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Do not look at the current cluster.")] = False,
 ) -> None:
     """Show what would be placed, shared and paid for a manifest, and why. Looks at the nodes of the current cluster if there is one."""
     from motley_operator import preview
 
-    sys.exit(preview.main(file, output, available, gpus))
+    sys.exit(preview.main(file, output, available, gpus, offline))
 
 
 def replay() -> None:

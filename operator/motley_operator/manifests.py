@@ -507,7 +507,7 @@ def sampler_template(
         },
         labels={**labels(run.name, keys.ROLE_SAMPLER, group), **priced},
         gpus=spec.gpus_per_engine,
-        affinity=placement.node_affinity(spec.gpu_type, spec.capacity_type),
+        affinity=placement.node_affinity(spec.gpu_type, spec.capacity_type, spec.precision),
         tolerations=tuple(placement.tolerations(spec.capacity_type)),
         annotations={keys.START_ANNOTATION: engine_hash(spec)},
     )
@@ -558,7 +558,7 @@ def trainer_job(run: RunRef, spec: RLRunSpec, settings: Settings, urls: Urls, *,
         else {},
         labels={**selector, **priced},
         gpus=trainer.gpus_per_node,
-        affinity=placement.node_affinity(trainer.gpu_type, trainer.capacity_type),
+        affinity=placement.node_affinity(trainer.gpu_type, trainer.capacity_type, Precision.BF16),
         tolerations=tuple(placement.tolerations(trainer.capacity_type)),
     )
     more: Json = {"restartPolicy": "Never"}

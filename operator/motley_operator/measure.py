@@ -33,6 +33,7 @@ class RunMemory:
     steps: dict[tuple[int, int], records.StepRecord] = field(default_factory=dict)  # (attempt, step)
     window: capacity.Window | None = None
     loads: dict[str, tuple[capacity.Load, ...]] = field(default_factory=dict)  # by group, oldest first
+    sized_s: float = float("-inf")  # monotonic, when the number of engines was last thought about
     known_attempt: int = -1
     known_until: int = 0
     scaled: dict[tuple[str, str], scaling.Watched] = field(default_factory=dict)  # (kind, name) -> replicas

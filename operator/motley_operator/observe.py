@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from motley_api import keys
 from motley_api.resources import GpuTypeName, Precision, RLRunSpec, RLRunStatus, SamplerGroupSpec, SamplerGroupStatus
 from motley_api.resources.samplergroup import RunRef
 from pydantic import ValidationError
@@ -100,6 +98,8 @@ def snapshot(
     *,
     settings: Settings,
     nodes: tuple[NodeView, ...] | None,
+    nodes_error: str = "",
+    resize_due: bool = True,
     fresh_token: str,
 ) -> Snapshot | None:
     """None when there is no such run. Raises InvalidSpecError."""
@@ -140,6 +140,8 @@ def snapshot(
         children=children,
         pods=cache.pods(key),
         nodes=nodes,
+        nodes_error=nodes_error,
+        resize_due=resize_due,
         has_token=bool(memory.token),
         fresh_token=fresh_token,
         router=memory.router,
@@ -153,17 +155,4 @@ def snapshot(
         failed_creates={**replica_failures(cache.of_run(key, "Deployment")), **memory.failed_creates},
         settings=settings,
         created=parse_time(metadata.get("creationTimestamp")),
-    )
-
-
-def node_view(node: Mapping[str, Any], held_gpus: int = 0) -> NodeView:
-    status, spec = node.get("status", {}), node.get("spec", {})
-    conditions = {item["type"]: item["status"] for item in status.get("conditions") or []}
-    return NodeView(
-        name=node["metadata"]["name"],
-        labels=node["metadata"].get("labels") or {},
-        allocatable_gpus=int(status.get("allocatable", {}).get(keys.GPU_RESOURCE, 0)),
-        held_gpus=held_gpus,
-        ready=conditions.get("Ready", "Unknown") == "True" and not spec.get("unschedulable", False),
-        taints=tuple((item["key"], item.get("value", ""), item["effect"]) for item in spec.get("taints") or []),
     )

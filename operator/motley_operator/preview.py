@@ -19,11 +19,18 @@ from pydantic import ValidationError
 
 from motley_operator import names, observe
 from motley_operator.kube import ApiError, Kube, NoClusterError, user_credentials
+from motley_operator.nodes import look
 from motley_operator.planner import budget, cost, placement, rebalance, resize, shares, status
 from motley_operator.planner.model import GroupView, NodeView, Snapshot, view_of
+from motley_operator.planner.placement import Ask
+from motley_operator.planner.plan import caps as budget_caps
 from motley_operator.planner.plan import engine_usd_per_hour, trainer_usd_per_hour
 
 Json = dict[str, Any]
+
+
+class UnknownCapacityError(Exception):
+    """There is a cluster, and what is free in it cannot be seen."""
 
 
 class ManifestError(Exception):
@@ -93,8 +100,7 @@ def optimise(seen: Snapshot, caps: Caps) -> tuple[rebalance.Fleet, rebalance.Fle
         rate = cost.EngineRate(group.name, hourly, Decimal(turns) if turns else None, group.spec.sessions_per_engine)
         room = None
         if seen.nodes is not None:
-            there = placement.availability(seen.nodes, group.spec.gpu_type, group.spec.capacity_type)
-            room = there.engines(group.spec.gpus_per_engine)
+            room = placement.availability(seen.nodes, placement.ask_of(group.spec)).engines(group.spec.gpus_per_engine)
         engines = resize.declared(group.spec) if resize.movable(group.spec) else group.spec.replicas
         made = resize.option(
             group,
@@ -106,13 +112,16 @@ def optimise(seen: Snapshot, caps: Caps) -> tuple[rebalance.Fleet, rebalance.Fle
             placeable=room,
         )
         options.append(replace(made, start_usd=Decimal(0), leave_usd=Decimal(0)))
-    cap, trainer = seen.spec.budget.usd_per_hour, trainer_usd_per_hour(seen, prices)
+    limits = budget_caps(seen, prices)
+    cap, trainer = limits.usd_per_hour, limits.fixed_usd_per_hour
+    gpu_caps = [caps.gpu_cap] if caps.gpu_cap is not None else []
+    gpu_caps += [limits.gpus - limits.fixed_gpus] if limits.gpus is not None else []
     pools = {(name, kind.value): count for name, count in caps.gpus.items() for kind in CapacityType}
     need = rebalance.Need(
         sessions=seen.spec.rollout.sessions or int(sum(one.sessions * one.engines for one in options)),
         gpus=pools or resize.pools(seen, options),
-        gpu_cap=caps.gpu_cap,
-        usd_per_hour=Decimal(cap) - trainer if cap is not None and trainer is not None else None,
+        gpu_cap=min(gpu_caps, default=None),
+        usd_per_hour=cap - trainer if cap is not None and trainer is not None else None,
     )
     declared = rebalance.fleet_of(options, need, {one.name: one.engines for one in options})
     if declared.sessions and all(one.turns_per_hour for one in options) and declared.turns_per_hour:
@@ -194,31 +203,47 @@ def _view(name: str, spec: SamplerGroupSpec, *, inline: bool) -> GroupView:
 def place(seen: Snapshot) -> dict[str, int]:
     """Engines of each group that fit on free GPUs; the trainer first, then groups by name, each node's GPUs given out once."""
     free = {node.name: node.free_gpus for node in seen.nodes or ()}
-    suited: dict[tuple[GpuTypeName, CapacityType], list[str]] = {}
-
-    def take(gpu_type: GpuTypeName, capacity_type: CapacityType, gpus: int, wanted: int) -> int:
-        key = gpu_type, capacity_type
-        if key not in suited:
-            suited[key] = sorted(node.name for node in seen.nodes or () if placement.suits(node, *key))
-        placed = 0
-        for node in suited[key]:
-            fitting = min(wanted - placed, free[node] // gpus)
-            free[node] -= fitting * gpus
-            placed += fitting
-        return placed
-
-    trainer = seen.spec.trainer
-    found = {"": take(trainer.gpu_type, trainer.capacity_type, trainer.gpus_per_node, trainer.nodes)}
+    found = {"": take(seen, free, placement.trainer_ask(seen.spec.trainer), *gang_of(seen))}
     for group in sorted(seen.groups, key=lambda group: group.name):
-        spec = group.spec
-        found[group.name] = take(spec.gpu_type, spec.capacity_type, spec.gpus_per_engine, spec.replicas)
+        asked = placement.ask_of(group.spec)
+        found[group.name] = take(seen, free, asked, group.spec.gpus_per_engine, group.spec.replicas)
     return found
+
+
+def gang_of(seen: Snapshot) -> tuple[int, int]:
+    """(GPUs of a pod, pods)"""
+    return seen.spec.trainer.gpus_per_node, seen.spec.trainer.nodes
+
+
+def take(seen: Snapshot, free: dict[str, int], ask: Ask, gpus: int, wanted: int) -> int:
+    """Pods that find a place, node by node; what they hold is taken out of `free`."""
+    placed = 0
+    for name, _ in placement.availability(seen.nodes or (), ask).free_by_node:
+        fitting = min(wanted - placed, free[name] // gpus)
+        free[name] -= fitting * gpus
+        placed += fitting
+    return placed
+
+
+def beside_the_gang(seen: Snapshot) -> Snapshot:
+    """What is left for engines once the trainer has its nodes."""
+    if seen.nodes is None:
+        return seen
+    free = {node.name: node.free_gpus for node in seen.nodes}
+    before = dict(free)
+    take(seen, free, placement.trainer_ask(seen.spec.trainer), *gang_of(seen))
+    nodes = (
+        node
+        if node.held_gpus is None
+        else replace(node, held_gpus=node.held_gpus + before[node.name] - free[node.name])
+        for node in seen.nodes
+    )
+    return replace(seen, nodes=tuple(nodes))
 
 
 def preview(seen: Snapshot, cluster: str, caps: Caps = Caps()) -> RunPlan:
     prices = cost.price_table(seen.spec.prices)
     placed = place(seen) if seen.nodes is not None else None
-    cap = seen.spec.budget.usd_per_hour
     wants = [
         budget.Want(
             name=group.name,
@@ -226,10 +251,11 @@ def preview(seen: Snapshot, cluster: str, caps: Caps = Caps()) -> RunPlan:
             min_replicas=group.spec.min_replicas or 0,
             existing=0,
             usd_per_engine_hour=engine_usd_per_hour(group, prices),
+            gpus_per_engine=group.spec.gpus_per_engine,
         )
         for group in seen.groups
     ]
-    allotted = budget.allot(wants, Decimal(cap) if cap is not None else None, trainer_usd_per_hour(seen, prices))
+    allotted = budget.allot(wants, budget_caps(seen, prices))
     engines = {
         name: replicas if placed is None else min(replicas, placed[name])
         for name, replicas in allotted.replicas.items()
@@ -256,7 +282,7 @@ def preview(seen: Snapshot, cluster: str, caps: Caps = Caps()) -> RunPlan:
             )
         )
     baseline = seen.spec.baseline
-    declared, optimised, wanted = optimise(seen, caps)
+    declared, optimised, wanted = optimise(beside_the_gang(seen), caps)
     return RunPlan(
         run=seen.name,
         groups=tuple(rows),
@@ -285,7 +311,7 @@ def _why(
     if group.name in allotted.short and (placed is None or allotted.replicas[group.name] <= placed[group.name]):
         return allotted.short[group.name]
     if placed is not None and seen.nodes is not None and placed[group.name] < spec.replicas:
-        text = placement.availability(seen.nodes, spec.gpu_type, spec.capacity_type).describe(spec.gpu_type)
+        text = placement.availability(seen.nodes, placement.ask_of(spec)).describe()
         return f"{placed[group.name]} of {spec.replicas} engines fit: {text}"
     return f"{engines} engine(s) x {spec.sessions_per_engine} sessions"
 
@@ -294,7 +320,7 @@ def _notes(seen: Snapshot, rows: Sequence[GroupPlan], placed: dict[str, int] | N
     found = []
     trainer = seen.spec.trainer
     if placed is not None and seen.nodes is not None and placed[""] < trainer.nodes:
-        text = placement.availability(seen.nodes, trainer.gpu_type, trainer.capacity_type).describe(trainer.gpu_type)
+        text = placement.availability(seen.nodes, placement.trainer_ask(trainer)).describe()
         found.append(f"the trainer's gang does not fit ({placed['']} of {trainer.nodes} pods): {text}")
     used = {(group.spec.gpu_type.value, group.spec.capacity_type.value) for group in seen.groups}
     used.add((trainer.gpu_type.value, trainer.capacity_type.value))
@@ -402,30 +428,46 @@ def show(plan: RunPlan) -> None:
         console.print(f"note: {note}")
 
 
-async def cluster_nodes() -> tuple[tuple[NodeView, ...] | None, str]:
-    """Nodes with what others hold on them, and where they were seen."""
+async def cluster_nodes(run: Json) -> tuple[tuple[NodeView, ...] | None, str]:
+    """Nodes with what others than this run hold on them, and where they were seen. Raises UnknownCapacityError."""
     try:
-        kube = Kube(user_credentials())
+        credentials = user_credentials()
+        kube = Kube(credentials)
     except NoClusterError:
         return None, "no cluster: every engine is assumed to find a node"
+    metadata = run.get("metadata", {})
+    mine = metadata.get("namespace", credentials.namespace), metadata.get("name", "")
+
+    def ours(pod: Mapping[str, Any]) -> bool:
+        labels = pod["metadata"].get("labels") or {}
+        return (pod["metadata"]["namespace"], labels.get(keys.RUN_LABEL)) == mine
+
     try:
-        held: dict[str, int] = {}
-        async for pod in kube.list("Pod", fields="status.phase!=Succeeded,status.phase!=Failed"):
-            node = pod["spec"].get("nodeName", "")
-            limits = [
-                one.get("resources", {}).get("limits", {}).get(keys.GPU_RESOURCE, 0)
-                for one in pod["spec"]["containers"]
-            ]
-            held[node] = held.get(node, 0) + sum(map(int, limits))
-        nodes = [observe.node_view(node, held.get(node["metadata"]["name"], 0)) async for node in kube.list("Node")]
-        return tuple(nodes), f"{len(nodes)} nodes of {kube.credentials.server}"
+        found = await look(kube, ours=ours)
     except (ApiError, aiohttp.ClientError, OSError, TimeoutError) as error:
-        return None, f"the cluster cannot be looked at ({error}): every engine is assumed to find a node"
+        raise UnknownCapacityError(str(error)) from error
     finally:
         await kube.close()
+    if found.nodes is None:
+        raise UnknownCapacityError(found.error)
+    return found.nodes, f"{len(found.nodes)} nodes of {credentials.server}"
 
 
-def main(file: str, output: str, available: str = "", gpu_cap: int | None = None) -> int:
+async def nodes_of(run: Json, caps: Caps, *, offline: bool) -> tuple[tuple[NodeView, ...] | None, str]:
+    """What is not known is not there: a cluster that cannot be looked at gives no plan, unless GPUs are named."""
+    if offline:
+        return None, "without a cluster: every engine is assumed to find a node"
+    try:
+        return await cluster_nodes(run)
+    except UnknownCapacityError as error:
+        if caps.gpus:
+            return None, f"GPUs as named; the cluster cannot be looked at: {error}"
+        raise ManifestError(
+            f"the cluster cannot be looked at ({error}); name GPUs with --available, or plan without it with --offline"
+        ) from error
+
+
+def main(file: str, output: str, available: str = "", gpu_cap: int | None = None, offline: bool = False) -> int:
     if output not in ("table", "json"):
         print(f"motley plan: --output must be table or json, got {output!r}", file=sys.stderr)
         return 2
@@ -433,7 +475,7 @@ def main(file: str, output: str, available: str = "", gpu_cap: int | None = None
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
         run, late = read_manifest(text)
         caps = parse_caps(available, gpu_cap)
-        nodes, where = asyncio.run(cluster_nodes())
+        nodes, where = asyncio.run(nodes_of(run, caps, offline=offline))
         plan = preview(snapshot_of(run, late, nodes), where, caps)
     except (OSError, yaml.YAMLError, ManifestError) as error:
         print(f"motley plan: {error}", file=sys.stderr)

@@ -110,7 +110,11 @@ def _fleet(seen: Snapshot) -> records.Fleet:
 
 
 def engines_after(seen: Snapshot, *, at_s: float = 70.0) -> dict[str, int]:
-    made = resize.judge(
+    return dict(judge(seen, at_s=at_s).targets)
+
+
+def judge(seen: Snapshot, *, at_s: float = 70.0, samplers_gpus: int | None = None) -> resize.Resize:
+    return resize.judge(
         seen,
         at(at_s),
         {
@@ -122,11 +126,11 @@ def engines_after(seen: Snapshot, *, at_s: float = 70.0) -> dict[str, int]:
         measured.of(seen),
         {group.name: sum(pod.group == group.name for pod in seen.pods) for group in seen.groups},
         samplers_usd_per_hour=None,
+        samplers_gpus=samplers_gpus,
         quarantined=frozenset(),
         contested={},
         running=True,
     )
-    return dict(made.targets)
 
 
 STAYS = {"h200-fp8": 2, "b200-nvfp4": 6}
@@ -173,14 +177,49 @@ def test_growth_is_limited_to_gpus_that_are_there() -> None:
     assert engines_after(run(nodes=nodes)) == {"h200-fp8": 3, "b200-nvfp4": 5}
 
 
-def test_engines_that_found_no_node_are_not_counted_on() -> None:
-    seen = run()
-    waiting = [
-        study.engine_pod("h200-fp8", 1, node="", scheduled=None, ready=False, unschedulable="0/3 nodes are available")
-    ]
-    pods = [pod for pod in seen.pods if pod.name != "h200-fp8-1"] + waiting
+def waiting(seen: Snapshot) -> Snapshot:
+    """One of the two H200 engines has asked for a node since second 0."""
+    words = "0/3 nodes are available"
+    one = study.engine_pod("h200-fp8", 1, node="", scheduled=None, ready=False, unschedulable=words)
+    return replace(seen, pods=(*(pod for pod in seen.pods if pod.name != "h200-fp8-1"), one))
+
+
+def test_engines_that_found_no_node_are_waited_for_and_then_not_counted_on() -> None:
+    """Case 30."""
+    seen = waiting(run())
+    assert engines_after(seen, at_s=599) == STAYS
     # One H200 engine is there and no more is to be had: 7 x 32 = 224 sessions are left to B200
-    assert engines_after(replace(seen, pods=tuple(pods))) == {"h200-fp8": 1, "b200-nvfp4": 7}
+    assert engines_after(seen, at_s=600) == {"h200-fp8": 1, "b200-nvfp4": 7}
+
+
+def test_a_cap_on_gpus_holds_in_a_decision() -> None:
+    judged = judge(run(b200={**MOVABLE, "minReplicas": 3}), samplers_gpus=7)
+    # Seven of the eight engines wanted fit: three on B200 because they must, four cheaper ones
+    assert judged.targets == {"h200-fp8": 4, "b200-nvfp4": 3}
+    assert judged.news is not None
+    assert "GPU cap 7 keeps the need from being met" in judged.news[1]
+
+
+def test_where_nodes_cannot_be_looked_at_no_group_grows() -> None:
+    """Unknown capacity fails closed."""
+    seen = replace(run(), nodes_error="nodes is forbidden")
+    assert engines_after(seen) == STAYS
+    others = tuple(
+        NodeView(name, {"nvidia.com/gpu.product": product}, 64, held_gpus=None)
+        for name, product in (("h200", "NVIDIA-H200"), ("b200", "NVIDIA-B200"))
+    )
+    assert engines_after(run(nodes=others)) == STAYS
+
+
+def test_groups_of_one_type_in_two_zones_count_their_own_nodes() -> None:
+    here = {**MOVABLE, "template": {"nodeSelector": {"zone": "a"}}}
+    nodes = tuple(
+        NodeView(f"h200-{zone}", {"nvidia.com/gpu.product": "NVIDIA-H200", "zone": zone}, 8, held_gpus=held)
+        for zone, held in (("a", 5), ("b", 0))
+    )
+    b200 = NodeView("b200", {"nvidia.com/gpu.product": "NVIDIA-B200"}, 8, held_gpus=6)
+    # Two are the run's own, three are free in zone a; zone b's eight are out of reach
+    assert engines_after(run(h200=here, nodes=(*nodes, b200))) == {"h200-fp8": 5, "b200-nvfp4": 3}
 
 
 def test_without_a_router_or_a_step_nothing_is_decided() -> None:

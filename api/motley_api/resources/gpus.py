@@ -52,6 +52,7 @@ class GpuType:
     product: tuple[str, ...]  # nvidia.com/gpu.product
     gke: tuple[str, ...]  # cloud.google.com/gke-accelerator
     karpenter: tuple[str, ...]  # karpenter.k8s.aws/instance-gpu-name, eks.amazonaws.com/instance-gpu-name
+    azure: tuple[str, ...] = ()  # node.kubernetes.io/instance-type
 
     def runs(self, precision: Precision) -> bool:
         return self.compute_capability >= MIN_COMPUTE_CAPABILITY[precision]
@@ -67,6 +68,7 @@ GPU_TYPES: dict[GpuTypeName, GpuType] = {
             ("NVIDIA-A100-SXM4-40GB", "NVIDIA-A100-PCIE-40GB"),
             ("nvidia-tesla-a100",),
             ("a100",),
+            ("Standard_ND96asr_v4",),
         ),
         GpuType(
             GpuTypeName.A100_80GB,
@@ -75,6 +77,12 @@ GPU_TYPES: dict[GpuTypeName, GpuType] = {
             ("NVIDIA-A100-SXM4-80GB", "NVIDIA-A100-80GB-PCIe"),
             ("nvidia-a100-80gb",),
             ("a100",),
+            (
+                "Standard_ND96amsr_A100_v4",
+                "Standard_NC24ads_A100_v4",
+                "Standard_NC48ads_A100_v4",
+                "Standard_NC96ads_A100_v4",
+            ),
         ),
         GpuType(
             GpuTypeName.H100,
@@ -83,8 +91,17 @@ GPU_TYPES: dict[GpuTypeName, GpuType] = {
             ("NVIDIA-H100-80GB-HBM3", "NVIDIA-H100-PCIe"),
             ("nvidia-h100-80gb", "nvidia-h100-mega-80gb"),
             ("h100",),
+            ("Standard_ND96isr_H100_v5", "Standard_ND96is_H100_v5"),
         ),
-        GpuType(GpuTypeName.H200, (9, 0), 141, ("NVIDIA-H200", "NVIDIA-H200-NVL"), ("nvidia-h200-141gb",), ("h200",)),
+        GpuType(
+            GpuTypeName.H200,
+            (9, 0),
+            141,
+            ("NVIDIA-H200", "NVIDIA-H200-NVL"),
+            ("nvidia-h200-141gb",),
+            ("h200",),
+            ("Standard_ND96isr_H200_v5",),
+        ),
         GpuType(GpuTypeName.B200, (10, 0), 180, ("NVIDIA-B200",), ("nvidia-b200",), ("b200",)),
         GpuType(GpuTypeName.B300, (10, 3), 288, ("NVIDIA-B300-SXM6-AC", "NVIDIA-B300"), (), ("b300",)),
         GpuType(

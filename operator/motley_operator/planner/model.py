@@ -72,13 +72,17 @@ class NodeView:
     name: str
     labels: Mapping[str, str]
     allocatable_gpus: int
-    held_gpus: int = 0  # by pods of anybody
+    held_gpus: int | None = 0  # by pods of anybody; None: not known
     ready: bool = True
     taints: tuple[tuple[str, str, str], ...] = ()  # key, value, effect
+    dra_gpus: tuple[tuple[str, int], ...] = ()  # product name as a ResourceSlice has it, whole GPUs
 
     @property
     def free_gpus(self) -> int:
-        return max(0, self.allocatable_gpus - self.held_gpus) if self.ready else 0
+        """What is not known is not free."""
+        if not self.ready or self.held_gpus is None:
+            return 0
+        return max(0, self.allocatable_gpus - self.held_gpus)
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,8 @@ class Snapshot:
     children: Mapping[tuple[str, str], Object] = field(default_factory=dict)  # (kind, name) -> live object
     pods: tuple[PodView, ...] = ()
     nodes: tuple[NodeView, ...] | None = None  # None: not looked at, or not allowed to
+    nodes_error: str = ""  # why they could not be looked at
+    resize_due: bool = True  # False: looked at a short while ago, and nothing was to be changed
     has_token: bool = False
     fresh_token: str = ""  # random; becomes the token of a run without one
     router: records.RouterStatus | None = None

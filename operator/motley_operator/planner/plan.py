@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from decimal import Decimal
 
@@ -132,10 +132,14 @@ def decide(seen: Snapshot, now: datetime) -> Decided:
     conflicts = scaling.conflicts(seen, now)
     sized = resized(seen, now, life, verdict, rates, prices, per_engine, conflicts)
     allotment = allot(seen, life, prices, sized.targets)
+    groups_now = capacities(seen, verdict, per_engine, allotment)
+    short_of = short_of_minimum(seen, life, groups_now)
+    if short_of:
+        life = replace(life, message=f"{life.message}; {_waits_for(seen, short_of, groups_now)}")
     wanted = shares.fleet(
-        capacities(seen, verdict, per_engine, allotment),
+        groups_now,
         generation=0,
-        paused=life.stopped,
+        paused=life.stopped or short_of > 0,
     )
     heard = max(
         seen.router.fleet_generation if seen.router is not None else 0,
@@ -170,6 +174,27 @@ def decide(seen: Snapshot, now: datetime) -> Decided:
     )
 
 
+def short_of_minimum(seen: Snapshot, life: Life, groups: Sequence[shares.GroupCapacity]) -> int:
+    """Sessions that rollout.minimumCapacityPercent demands before the first one starts, while ready engines serve fewer; else 0."""
+    percent = seen.spec.rollout.minimum_capacity_percent
+    if not percent or life.state is not lifecycle.State.STARTING:
+        return 0
+    demanded = -(-percent * declared_sessions(seen) // 100)
+    return demanded if sum(group.sessions for group in groups if not group.quarantined) < demanded else 0
+
+
+def declared_sessions(seen: Snapshot) -> int:
+    return sum(resize.declared(group.spec) * group.spec.sessions_per_engine for group in seen.groups)
+
+
+def _waits_for(seen: Snapshot, demanded: int, groups: Sequence[shares.GroupCapacity]) -> str:
+    there = sum(group.sessions for group in groups if not group.quarantined)
+    return (
+        f"no session starts before ready engines serve {demanded} of {declared_sessions(seen)} declared sessions"
+        f" (rollout.minimumCapacityPercent {seen.spec.rollout.minimum_capacity_percent}); they serve {there}"
+    )
+
+
 def resized(
     seen: Snapshot,
     now: datetime,
@@ -180,7 +205,8 @@ def resized(
     per_engine: Mapping[str, Capacity],
     conflicts: Mapping[str, scaling.Conflict],
 ) -> resize.Resize:
-    cap, trainer = seen.spec.budget.usd_per_hour, trainer_usd_per_hour(seen, prices)
+    limits = caps(seen, prices)
+    cap, trainer = limits.usd_per_hour, limits.fixed_usd_per_hour
     unknown = cap is not None and trainer is None  # fails closed: the cap leaves no known part to the samplers
     return resize.judge(
         seen,
@@ -188,7 +214,8 @@ def resized(
         rates,
         per_engine,
         {group.name: existing_engines(seen, group.name) for group in seen.groups},
-        samplers_usd_per_hour=None if cap is None or trainer is None else Decimal(cap) - trainer,
+        samplers_usd_per_hour=None if cap is None or trainer is None else cap - trainer,
+        samplers_gpus=None if limits.gpus is None else limits.gpus - limits.fixed_gpus,
         quarantined=frozenset(
             group.name for group in seen.groups if verdict.action(group.name) is GuardAction.QUARANTINE
         ),
@@ -301,7 +328,6 @@ def allot(
 ) -> budget.Allotment:
     if life.stopped:
         return budget.Allotment({group.name: 0 for group in seen.groups}, {})
-    cap = seen.spec.budget.usd_per_hour
     wants = [
         budget.Want(
             name=group.name,
@@ -309,10 +335,21 @@ def allot(
             min_replicas=group.spec.min_replicas or 0,
             existing=existing_engines(seen, group.name),
             usd_per_engine_hour=engine_usd_per_hour(group, prices),
+            gpus_per_engine=group.spec.gpus_per_engine,
         )
         for group in seen.groups
     ]
-    return budget.allot(wants, Decimal(cap) if cap is not None else None, trainer_usd_per_hour(seen, prices))
+    return budget.allot(wants, caps(seen, prices))
+
+
+def caps(seen: Snapshot, prices: Mapping[cost.PriceKey, Decimal]) -> budget.Caps:
+    limits, trainer = seen.spec.budget, seen.spec.trainer
+    return budget.Caps(
+        usd_per_hour=None if limits.usd_per_hour is None else Decimal(limits.usd_per_hour),
+        fixed_usd_per_hour=trainer_usd_per_hour(seen, prices),
+        gpus=limits.gpus,
+        fixed_gpus=trainer.nodes * trainer.gpus_per_node,
+    )
 
 
 def asked_engines(seen: Snapshot, group: str) -> int:

@@ -16,10 +16,10 @@ from fractions import Fraction
 
 import msgspec
 from motley_api import keys
-from motley_api.resources import GpuTypeName, SamplerGroupSpec
+from motley_api.resources import SamplerGroupSpec
 
 from motley_operator import names
-from motley_operator.planner import placement, rebalance
+from motley_operator.planner import placement, rebalance, stock
 from motley_operator.planner.budget import Allotment
 from motley_operator.planner.capacity import Capacity
 from motley_operator.planner.cost import HOUR_S, EngineRate, usd
@@ -90,14 +90,6 @@ def target(group: GroupView, state: State) -> int:
     return min(max(chosen.engines, low), high)
 
 
-def stuck(seen: Snapshot, group: str) -> int:
-    return sum(
-        bool(pod.unschedulable) and not pod.node and pod.exists and pod.deletion is None
-        for pod in seen.pods
-        if pod.role == keys.ROLE_SAMPLER and pod.group == group
-    )
-
-
 def held(seen: Snapshot, group: str) -> int:
     """Engines that hold their GPUs."""
     return sum(
@@ -137,8 +129,21 @@ def option(
     )
 
 
+def placeable(seen: Snapshot, group: GroupView, engines: int, waiting: int) -> int | None:
+    """Most engines that the nodes hold; None where they are not looked at. What is not known is not there."""
+    limits = [engines - waiting] if waiting else []
+    if seen.nodes_error:
+        limits.append(engines)
+    elif seen.nodes is not None:
+        room = placement.availability(seen.nodes, placement.ask_of(group.spec))
+        fits = held(seen, group.name) + room.engines(group.spec.gpus_per_engine)
+        limits.append(max(engines, fits) if room.unknown else fits)
+    return max(0, min(limits)) if limits else None
+
+
 def options(
     seen: Snapshot,
+    now: datetime,
     targets: Mapping[str, int],
     rates: Mapping[str, EngineRate],
     per_engine: Mapping[str, Capacity],
@@ -150,12 +155,7 @@ def options(
     for group in seen.groups:
         if group.deleting or group.error:
             continue
-        engines, waiting = targets[group.name], stuck(seen, group.name)
-        placeable = max(0, engines - waiting) if waiting else None
-        if seen.nodes is not None:
-            room = placement.availability(seen.nodes, group.spec.gpu_type, group.spec.capacity_type)
-            fits = held(seen, group.name) + room.engines(group.spec.gpus_per_engine)
-            placeable = fits if placeable is None else min(fits, placeable)
+        engines, waiting = targets[group.name], len(stock.out(seen, group.name, now))
         made = option(
             group,
             engines,
@@ -163,7 +163,7 @@ def options(
             sessions=per_engine[group.name].sessions,
             effective=min(Decimal(1), ess.get(group.name) or Decimal(1)),
             serves=group.name not in quarantined,
-            placeable=placeable,
+            placeable=placeable(seen, group, engines, waiting),
         )
         if group.name not in may_move:
             there = max(0, engines - waiting)  # of what was asked for, what is there
@@ -176,12 +176,12 @@ def pools(seen: Snapshot, wanted: list[rebalance.Option]) -> dict[rebalance.Pool
     """GPUs of each type that the run's engines hold or could have; no limit where nodes are not looked at."""
     if seen.nodes is None:
         return {}
-    found: dict[rebalance.Pool, int] = {}
+    nodes: dict[rebalance.Pool, dict[str, int]] = {}  # a pool's groups may ask for different zones of it
     for group in seen.groups:
         pool = group.spec.gpu_type.value, group.spec.capacity_type.value
-        if pool not in found:
-            room = placement.availability(seen.nodes, GpuTypeName(pool[0]), group.spec.capacity_type)
-            found[pool] = sum(free for _, free in room.free_by_node)
+        room = placement.availability(seen.nodes, placement.ask_of(group.spec))
+        nodes.setdefault(pool, {}).update(room.free_by_node)
+    found = {pool: sum(free.values()) for pool, free in nodes.items()}
     for made in wanted:
         found[made.pool] += held(seen, made.name) * made.gpus_per_engine
     return found
@@ -201,6 +201,20 @@ def effective_turns_consumed(seen: Snapshot) -> Decimal | None:
     return Decimal(round(turns * HOUR_S / seconds)) if seconds > 0 else None
 
 
+def due(seen: Snapshot, now: datetime) -> bool:
+    """Whether it is time for a decision, as far as can be seen without the nodes."""
+    before = parse_time(state_of(seen).time)
+    sized = any(movable(group.spec) and not group.deleting and not group.error for group in seen.groups)
+    measured = seen.router is not None and len(seen.steps) > 0
+    return sized and measured and (before is None or now - before >= EVERY)
+
+
+def _absent(seen: Snapshot, now: datetime) -> str:
+    found = {group.name: len(stock.out(seen, group.name, now)) for group in seen.groups}
+    text = ", ".join(f"{name} lacks nodes for {count}" for name, count in sorted(found.items()) if count)
+    return f"; out of stock: {text}" if text else ""
+
+
 def judge(
     seen: Snapshot,
     now: datetime,
@@ -209,6 +223,7 @@ def judge(
     existing: Mapping[str, int],
     *,
     samplers_usd_per_hour: Decimal | None,
+    samplers_gpus: int | None = None,
     quarantined: frozenset[str],
     contested: Mapping[str, int],
     running: bool,
@@ -221,17 +236,16 @@ def judge(
         for group in seen.groups
         if movable(group.spec) and not group.deleting and not group.error and group.name not in contested
     ]
-    before = parse_time(state.time)
     settled = all(existing[group.name] == targets[group.name] for group in may_move)
-    measured = seen.router is not None and len(seen.steps) > 0
-    if not (may_move and running and measured and settled) or (before is not None and now - before < EVERY):
+    if not (may_move and running and settled and seen.resize_due and due(seen, now)) or stock.coming(seen, now):
         return Resize(targets, state)
-    wanted = options(seen, targets, rates, per_engine, quarantined, {group.name for group in may_move})
+    wanted = options(seen, now, targets, rates, per_engine, quarantined, {group.name for group in may_move})
     need = rebalance.Need(
         sessions=seen.spec.rollout.sessions
         or sum(declared(group.spec) * group.spec.sessions_per_engine for group in seen.groups),
         turns_per_hour=effective_turns_consumed(seen) if all(one.turns_per_hour for one in wanted) else None,
         gpus=pools(seen, wanted),
+        gpu_cap=samplers_gpus,
         usd_per_hour=samplers_usd_per_hour,
         hours=HORIZON_HOURS,
     )
@@ -250,7 +264,7 @@ def judge(
     what = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in sorted(moved.items()))
     why = (
         f"${usd(stay.usd_per_hour)}/h for {stay.sessions} sessions -> ${usd(fleet.usd_per_hour)}/h for {fleet.sessions}, "
-        f"{need.sessions} wanted; moving costs ${usd(fleet.moving_usd)}; binding: "
+        f"{need.sessions} wanted{_absent(seen, now)}; moving costs ${usd(fleet.moving_usd)}; binding: "
         + ("; ".join(map(str, fleet.binding[:4])) or "nothing")
     )
     return Resize(

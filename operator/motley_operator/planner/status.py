@@ -13,7 +13,7 @@ from motley_api.resources.base import Condition
 from motley_api.resources.rlrun import Cost, Decision, GroupStatus, GuardAction, Mismatch
 
 from motley_operator import manifests, names
-from motley_operator.planner import guard, ledger, measured, placement, scaling
+from motley_operator.planner import guard, ledger, measured, placement, scaling, stock
 from motley_operator.planner.conditions import GROUP_CONDITIONS, RUN_CONDITIONS, Finding, merge
 from motley_operator.planner.lifecycle import (
     State,
@@ -359,12 +359,13 @@ def _capacity(seen: Snapshot) -> Finding:
 
 def _seen_nodes(seen: Snapshot, pod: PodView) -> str:
     """The nodes and labels that were looked at, for a pod with GPUs."""
+    if seen.nodes_error and pod.gpu_type:
+        return f" ({seen.nodes_error})"
     if seen.nodes is None or not pod.gpu_type:
         return ""
-    from motley_api.resources import CapacityType, GpuTypeName
-
-    gpu_type, capacity_type = GpuTypeName(pod.gpu_type), CapacityType(pod.capacity_type)
-    return f" ({placement.availability(seen.nodes, gpu_type, capacity_type).describe(gpu_type)})"
+    group = next((group for group in seen.groups if group.name == pod.group), None)
+    ask = placement.trainer_ask(seen.spec.trainer) if group is None else placement.ask_of(group.spec)
+    return f" ({placement.availability(seen.nodes, ask).describe()})"
 
 
 def _price(seen: Snapshot, made: Decided) -> Finding:
@@ -465,6 +466,9 @@ def decisions(seen: Snapshot, made: Decided) -> list[Decision]:
             was = measured.text(measured.remembered_of(seen, name).sessions)
             what = f"capacity: {name} {was} -> {measured.text(now.sessions)} sessions an engine"
             found.append(Decision(time=time, what=what[:1024], why=now.why[:4096]))
+    now_shares = ", ".join(f"{row.name} {share_percent(row.share_milli)}%" for row in made.fleet.groups)
+    for what, why in stock.news(seen, made.now, now_shares):
+        found.append(Decision(time=time, what=what[:1024], why=why[:4096]))
     if made.resize.news is not None:
         what, why = made.resize.news
         found.append(Decision(time=time, what=what[:1024], why=why[:4096]))
@@ -559,14 +563,10 @@ def _precision(group: GroupView) -> Finding:
 def _placed(seen: Snapshot, made: Decided, group: GroupView) -> Finding:
     pods = [pod for pod in _pods(seen, group.name) if pod.deletion is None]
     wanted = made.allotment.replicas.get(group.name, 0)
-    stuck = [pod for pod in pods if pod.unschedulable and not pod.node]
-    if stuck:
-        return Finding(
-            "Placed",
-            "False",
-            "Unschedulable",
-            f"{len(stuck)} pod(s) wait: {stuck[0].unschedulable}{_seen_nodes(seen, stuck[0])}",
-        )
+    if stuck := stock.without_node(seen, group.name):
+        found = stock.placed(seen, group, made.now, _seen_nodes(seen, stuck[0]))
+        assert found is not None
+        return found
     refused = seen.failed_creates.get(("Deployment", group.name)) or seen.errors.get(("Deployment", group.name))
     if refused:
         return Finding("Placed", "False", "QuotaExceeded" if "exceeded quota" in refused else "Refused", refused)
