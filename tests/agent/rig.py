@@ -44,13 +44,13 @@ def settings(root: Path, **changes: Any) -> Settings:
     group = {
         "gpuType": changes.pop("gpu_type", "H100"),
         "precision": changes.pop("precision", "BF16"),
-        "sessionsPerEngine": 4,
+        "sessionsPerEngine": changes.pop("sessions", 4),
         "drainSeconds": changes.pop("drain_seconds", 60),
-        "engine": {"type": "Reference"},
+        "engine": changes.pop("engine", {"type": "Reference"}),
         "runRef": {"name": "run"},
     }
     run = {
-        "model": {"source": "file:///model", "contextLength": 128},
+        "model": {"source": "file:///model", "contextLength": changes.pop("context_length", 128)},
         "steps": 3,
         "tasks": {"source": "file:///tasks"},
         "store": {"url": f"file://{root}/store"},
@@ -113,10 +113,10 @@ class Rig:
         return self.agent.state()
 
 
-def publish(rig: Rig, version: int, *, seed: int | None = None) -> None:
+def publish(rig: Rig, version: int, *, seed: int | None = None, config: dict[str, Any] = CONFIG) -> None:
     """One version of the rig's view; other seeds give other weights, by default the version's number."""
-    files = {"config.json": msgspec.json.encode(CONFIG)}
-    weights = tiny.tensors(CONFIG, seed=version if seed is None else seed)
+    files = {"config.json": msgspec.json.encode(config)}
+    weights = tiny.tensors(config, seed=version if seed is None else seed)
     report = rig.store.publish(version, weights.items(), model_dir_files=files, views=[rig.settings.view])
     report.raise_for_failures()
 

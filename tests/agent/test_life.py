@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -16,7 +17,10 @@ from engine import tiny
 from motley_api.records import EngineState, Fleet, GroupShare
 from motley_sampler.agent import heartbeat
 from motley_sampler.agent.agent import EXIT_GAVE_UP
+from motley_sampler.agent.retirement import Retirement
 from motley_sampler.agent.sessions import SessionBook
+from motley_sampler.engines.protocol import EngineError
+from motley_sampler.engines.reference.engine import ReferenceEngine
 from motley_sampler.main import serve
 from motley_sampler.router.server import Router as RealRouter
 from motley_sampler.router.server import Settings as RouterSettings
@@ -234,6 +238,54 @@ async def test_sessions_of_a_drained_engine_move_at_once_with_no_timeout_having_
     assert (moved.group, moved.engine) == ("run-h100", "run-h100-1")
     assert list(router.table.engines) == ["run-h100-1"]
     await server.close()
+
+
+class NeverLoads(ReferenceEngine):
+    loads = 0
+
+    def _load(self, folder: Path) -> Any:
+        type(self).loads += 1
+        raise EngineError("no such device")
+
+
+async def test_an_engine_that_ended_three_times_is_retired_and_its_pod_says_so(make_rig: Callable[..., Rig]) -> None:
+    NeverLoads.loads = 0
+    router = Router()
+    await router.server.start_server()
+    options = {"engine_type": NeverLoads, "router_url": str(router.server.make_url("")).rstrip("/")}
+    publish(make_rig(), 1)
+    for _ in range(3):  # one process after the other, in one pod
+        assert await asyncio.wait_for(make_rig(**options).agent.run(), 30) == 3
+    assert NeverLoads.loads == 9  # three looks each
+    rig = make_rig(**options)
+    running = asyncio.create_task(rig.agent.run())
+    await tiny.until(lambda: rig.state.reason == "Retired")
+    assert (rig.state.ready, rig.agent.alive()) == (False, True)  # no traffic, and no further start
+    assert rig.state.message == "ended 3 times within 60 minutes: not started again in this pod"
+    async with aiohttp.ClientSession() as session:
+        assert await heartbeat.beat(rig.agent, session)
+    assert router.states[-1].reason == "Retired"
+    client = await rig.client()
+    assert (await client.post("/generate", json=tiny.body(tiny.prompt(5)))).status == 503
+    rig.agent.leave()
+    assert await asyncio.wait_for(running, 30) == 0
+    assert NeverLoads.loads == 9
+    await client.close()
+    await router.server.close()
+
+
+def test_only_ends_of_the_last_hour_count(tmp_path: Path) -> None:
+    now = [10_000.0]
+    retirement = Retirement(tmp_path / "scratch", most=3, within_s=3600, clock=lambda: now[0])
+    assert [retirement.gave_up() for _ in range(2)] == [1, 2]
+    now[0] += 3601
+    assert retirement.gave_up() == 1  # the first two are forgotten
+    assert not retirement.due()
+    now[0] += 10
+    assert [retirement.gave_up() for _ in range(2)] == [2, 3]
+    assert retirement.due()
+    (tmp_path / "scratch/gave-up.json").write_text("[1, 2")
+    assert not retirement.due()
 
 
 def test_the_session_book_is_bounded_and_forgets_the_oldest() -> None:

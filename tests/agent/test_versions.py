@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agent.rig import Rig, publish
@@ -104,6 +105,47 @@ async def test_an_explicit_rewind_is_followed_also_when_the_number_comes_again(m
     rig.store.rewind("bf16", 1)
     await rig.agent.look()
     assert (rig.state.version, rig.state.ready) == (1, True)
+
+
+async def test_what_was_drawn_from_weights_that_a_rewind_undid_is_void(make_rig: Callable[..., Rig]) -> None:
+    """Also when the number comes again: the resumed trainer's version 3 is another one than the version 3 of the tokens."""
+    rig = make_rig()
+    for version in (1, 2, 3):
+        publish(rig, version)
+    await rig.agent.look()
+    client = await rig.client()
+    await client.post("/pause_generation")
+    under_way = asyncio.create_task(client.post("/generate", json=tiny.body(tiny.prompt(5), 100)))
+    await tiny.until(lambda: rig.agent.in_flight == 1)
+    rig.store.rewind("bf16", 2)
+    publish(rig, 3, seed=13)
+    await client.post("/continue_generation")
+    await rig.agent.look()
+    assert (rig.state.version, rig.state.ready) == (3, True)
+    answer = await under_way
+    assert answer.status == 503
+    assert (await client.post("/generate", json=tiny.body(tiny.prompt(5), 4))).status == 200
+    await client.close()
+
+
+async def test_a_reply_whose_version_was_never_applied_is_void_and_nobody_waits_for_it(
+    make_rig: Callable[..., Rig],
+) -> None:
+    class NamesAnother(ReferenceEngine):
+        async def generate(self, body: dict[str, Any], *, counted: bool = True) -> Any:
+            reply: Any = await super().generate(body, counted=counted)
+            if counted:  # the canary hears the truth
+                reply["meta_info"]["weight_versions"][0]["version"] = "99"
+            return reply
+
+    rig = make_rig(engine_type=NamesAnother)
+    publish(rig, 1)
+    await rig.agent.look()
+    client = await rig.client()
+    answer = await asyncio.wait_for(client.post("/generate", json=tiny.body(tiny.prompt(5), 4)), 30)
+    assert answer.status == 503
+    assert (await answer.json())["error"]["message"].startswith("VersionMismatch")
+    await client.close()
 
 
 async def test_while_the_rewound_version_cannot_be_pulled_nothing_is_served(make_rig: Callable[..., Rig]) -> None:

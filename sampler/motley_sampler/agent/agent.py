@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -14,6 +15,7 @@ from motley_weights.errors import WeightsError
 
 from motley_sampler.agent import conformance
 from motley_sampler.agent.conformance import Oracle, Tolerance, Verdict
+from motley_sampler.agent.retirement import Retirement
 from motley_sampler.agent.sessions import SessionBook
 from motley_sampler.agent.settings import Settings
 from motley_sampler.agent.standing import Standing, engine_state
@@ -42,10 +44,12 @@ class Agent:
         *,
         clock: Callable[[], float] = time.monotonic,
         nonce: Callable[[], str] = lambda: secrets.token_hex(4),
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.settings, self.engine, self._source = settings, engine, source
         self._oracle, self._tolerance = oracle, tolerance
         self._clock, self._nonce = clock, nonce
+        self._retirement = Retirement(settings.scratch, settings.max_ends, settings.ends_window_s, wall_clock)
         self.standing = Standing()
         self.sessions = SessionBook()
         self.in_flight = 0  # /generate calls that have not been answered
@@ -85,13 +89,17 @@ class Agent:
         """Until it drained, gave up, or the engine failed. `goodbye` is said while the engine still runs: a turn that is cut
         off then finds its session moved already."""
         try:
+            if self._retirement.due():
+                return await self._retire()
             while not self._leaving.is_set():
                 if (failure := self.engine.failed()) is not None:
-                    log.error("event=engine_failed reason=%r", failure)
+                    log.error("event=engine_failed ends=%d reason=%r", self._retirement.gave_up(), failure)
                     return EXIT_GAVE_UP
                 await self.look()
-                if self.standing.failures >= self.settings.max_failures:
-                    log.error("event=gave_up reason=%s message=%r", self.standing.reason, self.standing.message)
+                standing = self.standing
+                if standing.failures >= self.settings.max_failures:
+                    ends = self._retirement.gave_up()
+                    log.error("event=gave_up ends=%d reason=%s message=%r", ends, standing.reason, standing.message)
                     return EXIT_GAVE_UP
                 await self._pause(self.settings.retry_s if self.standing.failures else self.settings.poll_s)
             await self._drain()
@@ -101,6 +109,15 @@ class Agent:
                 await goodbye()
             finally:
                 await self.engine.stop()
+
+    async def _retire(self) -> int:
+        """Says so for as long as the pod is there; loads nothing."""
+        settings = self.settings
+        self.standing.reason = "Retired"
+        self.standing.message = f"ended {settings.max_ends} times within {settings.ends_window_s / 60:.0f} minutes: not started again in this pod"
+        log.error("event=retired message=%r", self.standing.message)
+        await self._leaving.wait()
+        return EXIT_OK
 
     async def look(self) -> None:
         """One look at the pointer, and all that follows from it."""
@@ -121,14 +138,21 @@ class Agent:
         standing = self.standing
         if move is Move.REWIND:
             log.warning("event=rewind served=%d pointed=%d", standing.version, pointed.version)
-            standing.reason, standing.message = "Rewinding", f"the run went back to version {pointed.version}"
-            standing.prompt_logprobs = None
+            standing.rewinding(pointed.version)
+            await self._void()
         try:
             folder, identity = await asyncio.to_thread(self._source.pull, pointed.version, fresh=standing.failures > 0)
         except (WeightsError, OSError) as error:
             self._say_store_trouble(f"{type(error).__name__}: {error}")
             return
         await self._apply(folder, identity)
+
+    async def _void(self) -> None:
+        """What is under way is ended now, and who waits for a verdict hears of it."""
+        async with self._verdicts:
+            self._verdicts.notify_all()
+        with contextlib.suppress(EngineError):  # an engine that cannot be asked draws nothing
+            await self.engine.abort("", everything=True)
 
     async def apply_folder(self, folder: Path, version: int) -> Verdict:
         """A view folder that someone else put here (POST /update_weights_from_disk), under the same proof."""
@@ -208,16 +232,26 @@ class Agent:
         if self._started:
             await self.engine.close_session(session)
 
-    async def release(self, reply: Json) -> Json:
-        """The reply, once every version in it is proven. Raises Unavailable when one was found wrong: the tokens are void."""
+    async def release(self, reply: Json, lineage: int) -> Json:
+        """The reply, once every version in it is proven. lineage: the standing's when the request was admitted.
+
+        Raises Unavailable when a version was found wrong, or the run has gone back since: the tokens are void.
+        """
         standing, meta = self.standing, reply["meta_info"]
         versions = {int(span["version"]) for span in meta["weight_versions"]}
         if not reply["output_ids"] and (meta["finish_reason"] or {}).get("type") == "abort":
             return self._stamp(reply, versions)  # nothing was computed
+
+        def settled() -> bool:
+            to_come = {standing.applied}  # the only version that may still be proven
+            return bool(versions <= standing.proven or standing.reason or versions - standing.proven - to_come)
+
         async with self._verdicts:
-            await self._verdicts.wait_for(lambda: versions <= standing.proven or bool(standing.reason))
+            await self._verdicts.wait_for(lambda: settled() or lineage != standing.lineage)
+        if lineage != standing.lineage:
+            raise Unavailable("Rewound: the run went back while these tokens were drawn: they are void")
         if not versions <= standing.proven:
-            raise Unavailable(f"{standing.reason}: tokens drawn from an unproven version are void")
+            raise Unavailable(f"{standing.reason or 'VersionMismatch'}: tokens drawn from an unproven version are void")
         return self._stamp(reply, versions)
 
     def _stamp(self, reply: Json, versions: set[int]) -> Json:

@@ -126,26 +126,26 @@ class _Routes:
             agent.admit_again(session)
 
     async def _whole(self, body: Json) -> web.Response:
-        agent = self._agent
+        agent, lineage = self._agent, self._agent.standing.lineage
         reply = await agent.engine.generate(body)
         if isinstance(reply, list):
-            released: object = [await agent.release(one) for one in reply]
+            released: object = [await agent.release(one, lineage) for one in reply]
         else:
-            released = await agent.release(reply)
+            released = await agent.release(reply, lineage)
         return _json(released, headers={VERSION_HEADER: str(agent.standing.version)})
 
     async def _streamed(self, request: web.Request, body: Json) -> web.StreamResponse:
         """Server-sent events. Until the first token nothing is sent, so that a refusal still has its status."""
-        agent = self._agent
+        agent, lineage = self._agent, self._agent.standing.lineage
         chunks = agent.engine.stream(body)
-        first = await agent.release(await anext(chunks))
+        first = await agent.release(await anext(chunks), lineage)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         response.headers[VERSION_HEADER] = str(agent.standing.version)
         await response.prepare(request)
         await response.write(_event(first))
         try:
             async for chunk in _with_keep_alive(chunks, response):
-                await response.write(_event(await agent.release(chunk)))
+                await response.write(_event(await agent.release(chunk, lineage)))
         except EngineError as error:
             await response.write(_event({"error": {"message": str(error), "code": error.status}}))
         await response.write(b"data: [DONE]\n\n")

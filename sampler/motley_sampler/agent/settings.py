@@ -45,6 +45,8 @@ class Settings:
     session_idle_s: float = 30.0  # a session unheard of for this long does not hold up a drain; the router's lease
     retry_s: float = 2.0  # before a failed version is loaded again
     max_failures: int = 3  # conformance failures of one version before the process gives up and is replaced
+    max_ends: int = 3  # of the process, within the window, before the engine is retired instead of started again
+    ends_window_s: float = 3600.0
     keep_versions: int = 2  # pulled folders kept besides the one served
     body_bytes: int = 16 << 20
 

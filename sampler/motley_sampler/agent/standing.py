@@ -25,6 +25,7 @@ class Standing:
     reason: str = "Loading"  # why not ready; empty when conformant
     message: str = ""
     failures: int = 0  # in a row
+    lineage: int = 0  # counts rewinds: what was drawn under another one belongs to steps that never were
     draining: bool = False
     mode: Mode = Mode.UNKNOWN
     max_abs_diff: float | None = None
@@ -46,6 +47,13 @@ class Standing:
         """The engine is about to compute with `version`: until its verdict, nothing drawn from it goes out."""
         self.applied = version
         self.proven.discard(version)
+
+    def rewinding(self, version: int) -> None:
+        """The run went back: nothing is served, and nothing that was drawn so far goes out."""
+        self.reason, self.message = "Rewinding", f"the run went back to version {version}"
+        self.prompt_logprobs = None
+        self.proven.clear()
+        self.lineage += 1
 
     def passed(self, identity: Identity, folder: Path, verdict: Verdict) -> None:
         self.advertised, self.folder = identity, folder
