@@ -18,7 +18,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ class Operators:
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
     addresses: dict[int, str] = field(default_factory=dict)
 
-    def start(self, *, name: str = "operator-a") -> subprocess.Popen[bytes]:
+    def start(self, *, name: str = "operator-a", env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         number = next(numbers)
         address = f"127.{80 + os.getpid() % 40}.{number // 200}.{1 + number % 200}"
         with (self.folder / f"operator-{number:04d}.log").open("wb") as log:
@@ -125,6 +125,7 @@ class Operators:
                     "MOTLEY_POD_NAME": name,
                     "MOTLEY_POD_IP": address,
                     "MOTLEY_RECONCILE_SECONDS": "0.5",
+                    **(env or {}),
                 },
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -144,6 +145,11 @@ class Operators:
         """As a lost node would: no goodbye."""
         process.send_signal(signal.SIGKILL)
         process.wait()
+
+    def series(self, process: subprocess.Popen[bytes]) -> dict[str, float]:
+        """Its metrics, by name with labels."""
+        lines = self.get(process, 9090, "/metrics").splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[:1] not in "#")}
 
     def has_started(self, times: int) -> bool:
         """Whether that many processes got as far as to watch."""

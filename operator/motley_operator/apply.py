@@ -28,7 +28,7 @@ from motley_operator.planner.model import (
 Json = dict[str, Any]
 log = logging.getLogger("motley.operator")
 
-# Billed dollars move every second; a status in which only they moved is written this often.
+# Billed dollars move every second; a status in which only they moved is written this often, and less often with many runs.
 TOTALS_EVERY_S = 15.0
 
 
@@ -89,13 +89,13 @@ async def _do(
     match action:
         case Apply(manifest=manifest, why=why):
             await _refuse_foreign(manifest, kube, cache, now)
-            cache.put(await kube.apply(manifest), now)
+            cache.wrote(await kube.apply(manifest), now)
             log.info("event=applied namespace=%s kind=%s name=%s why=%r", namespace, kind, name, why)
         case Create(manifest=manifest):
             memory.token = await create_once(manifest, kube)
             log.info("event=created namespace=%s kind=%s name=%s", namespace, kind, name)
         case Patch(body=body, why=why):
-            cache.put(await kube.patch(kind, namespace, name, body), now)
+            cache.wrote(await kube.patch(kind, namespace, name, body), now)
             log.info("event=patched namespace=%s kind=%s name=%s why=%r", namespace, kind, name, why)
         case Delete(uid=uid, why=why):
             await kube.delete(kind, namespace, name, uid=uid)
@@ -142,7 +142,7 @@ async def read_token(kube: Kube, namespace: str, name: str, run_uid: str) -> str
     return base64.b64decode(live.get("data", {}).get(keys.SECRET_TOKEN_KEY, "")).decode()
 
 
-def status_due(live: Json, wanted: Json, now: datetime) -> bool:
+def status_due(live: Json, wanted: Json, totals_every_s: float = TOTALS_EVERY_S) -> bool:
     """Whether a status has to be written: it differs, and in more than running totals unless those are old."""
     if live == wanted:
         return False
@@ -151,16 +151,18 @@ def status_due(live: Json, wanted: Json, now: datetime) -> bool:
     }:
         return True
     before, after = (parse_time(side.get("totals", {}).get("accountedUntil")) for side in (live, wanted))
-    return before is None or after is None or after == before or (after - before).total_seconds() >= TOTALS_EVERY_S
+    return before is None or after is None or after == before or (after - before).total_seconds() >= totals_every_s
 
 
-async def write_status(kind: str, live: Json, wanted: Json, *, kube: Kube, cache: Cache, now: datetime) -> bool:
+async def write_status(
+    kind: str, live: Json, wanted: Json, *, kube: Kube, cache: Cache, now: datetime, totals_every_s: float = 0.0
+) -> bool:
     """Server-side apply on /status, against the state that it was computed from: a stale one is refused with 409.
 
     Conditions of other writers are merged by type. Whether it was written.
     """
     metadata = live["metadata"]
-    if not status_due(live.get("status") or {}, wanted, now):
+    if not status_due(live.get("status") or {}, wanted, max(TOTALS_EVERY_S, totals_every_s)):
         return False
     manifest = {
         "apiVersion": GROUP_VERSION,
@@ -172,7 +174,7 @@ async def write_status(kind: str, live: Json, wanted: Json, *, kube: Kube, cache
         },
         "status": wanted,
     }
-    cache.put(await kube.apply(manifest, subresource="status"), now)
+    cache.wrote(await kube.apply(manifest, subresource="status"), now)
     return True
 
 

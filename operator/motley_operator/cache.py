@@ -1,11 +1,13 @@
 """What the watches told: the last known state of everything that is ours, and pods that went a short while ago.
 
-A watch may miss deletions (after a 410 the framework lists anew and says nothing about what is gone), so the cache is also compared
-with a list now and then: see `reconcile_with`.
+A watch may miss deletions (after a 410 the framework lists anew and says nothing about what is gone), so after each start of a watch
+the cache is compared with a list: see `reconcile_with`. What we write must come back by the watches: see `silence`.
 """
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -24,6 +26,7 @@ TOMBSTONES_KEPT = timedelta(minutes=15)
 RUN_KINDS = ("RLRun", "SamplerGroup")
 CHILD_KINDS = ("ConfigMap", "Service", "Deployment", "Job")
 WATCHED = (*RUN_KINDS, *CHILD_KINDS, "Pod")
+LONGEST_SHARED = 64
 
 
 def run_key(obj: Json) -> RunKey | None:
@@ -52,7 +55,16 @@ def slim(obj: Json) -> Json:
         metadata["annotations"] = annotations
     else:
         metadata.pop("annotations", None)
-    return {**obj, "metadata": metadata}
+    return {key: shared(value) for key, value in {**obj, "metadata": metadata}.items()}
+
+
+def shared(value: Any) -> Any:
+    """The same value with its keys and short strings held once in the process: thousands of objects repeat them all."""
+    if isinstance(value, dict):
+        return {sys.intern(key): shared(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [shared(item) for item in value]
+    return sys.intern(value) if type(value) is str and len(value) <= LONGEST_SHARED else value
 
 
 def newer(one: str, other: str) -> bool:
@@ -92,17 +104,17 @@ def pod_view(pod: Json, now: datetime) -> PodView | None:
     ]
     unschedulable = scheduled.get("message", "") if scheduled.get("reason") == "Unschedulable" else ""
     return PodView(
-        namespace=metadata["namespace"],
+        namespace=sys.intern(metadata["namespace"]),
         name=metadata["name"],
         uid=metadata["uid"],
-        run=labels[keys.RUN_LABEL],
-        role=labels[keys.ROLE_LABEL],
-        group=labels.get(keys.GROUP_LABEL, ""),
-        gpu_type=labels.get(keys.GPU_TYPE_LABEL, ""),
-        capacity_type=labels.get(keys.CAPACITY_TYPE_LABEL, "OnDemand"),
+        run=sys.intern(labels[keys.RUN_LABEL]),
+        role=sys.intern(labels[keys.ROLE_LABEL]),
+        group=sys.intern(labels.get(keys.GROUP_LABEL, "")),
+        gpu_type=sys.intern(labels.get(keys.GPU_TYPE_LABEL, "")),
+        capacity_type=sys.intern(labels.get(keys.CAPACITY_TYPE_LABEL, "OnDemand")),
         gpus=sum(int(limit) for limit in limits),
-        node=spec.get("nodeName", ""),
-        phase=phase,
+        node=sys.intern(spec.get("nodeName", "")),
+        phase=sys.intern(phase),
         ready=conditions.get("Ready", {}).get("status") == "True",
         created=parse_time(metadata.get("creationTimestamp")),
         scheduled=bound,
@@ -123,8 +135,12 @@ class Cache:
         self._on_change = on_change
         self._objects: dict[Key, Json] = {}
         self._pods: dict[Key, tuple[PodView, str]] = {}  # view, resourceVersion
-        self._runs: dict[RunKey, set[Key]] = {}
-        self._gone: dict[RunKey, list[PodView]] = {}
+        self._runs: dict[RunKey, dict[str, set[Key]]] = {}  # by kind
+        self._gone: dict[RunKey, dict[str, PodView]] = {}  # by uid, in the order in which they went
+        self._versions: dict[RunKey, int] = {}
+        self._numbers = itertools.count(1)
+        self._heard: dict[str, str] = {}  # kind -> newest resourceVersion that a watch showed
+        self._unheard: dict[str, tuple[str, datetime]] = {}  # kind -> what we wrote, and no watch has shown since then
 
     # Writing.
 
@@ -152,9 +168,9 @@ class Cache:
                 return
             self._objects[key] = slim(obj)
             changed = True
-        self._runs.setdefault(owner, set()).add(key)
+        self._runs.setdefault(owner, {}).setdefault(obj["kind"], set()).add(key)
         if changed:
-            self._on_change(owner)
+            self._changed(owner)
 
     def drop(self, obj: Json, now: datetime) -> None:
         """An object that a watch says is gone."""
@@ -174,22 +190,29 @@ class Cache:
         else:
             self._objects.pop(key, None)
         self._forget(owner, key)
+        self._changed(owner)
+
+    def _changed(self, owner: RunKey) -> None:
+        if owner in self._runs:
+            self._versions[owner] = next(self._numbers)
         self._on_change(owner)
 
     def _bury(self, owner: RunKey, view: PodView, now: datetime) -> None:
         """Its last time still has to be paid for."""
-        graves = [
-            pod for pod in self._gone.get(owner, []) if pod.finished is None or now - pod.finished < TOMBSTONES_KEPT
-        ]
-        graves = [pod for pod in graves if pod.uid != view.uid]
-        self._gone[owner] = [*graves, replace(view, gone=True, ready=False, finished=view.finished or now)]
+        graves = self._gone.setdefault(owner, {})
+        while graves:
+            uid, oldest = next(iter(graves.items()))
+            if oldest.finished is None or now - oldest.finished < TOMBSTONES_KEPT:
+                break
+            del graves[uid]
+        graves[view.uid] = replace(view, gone=True, ready=False, finished=view.finished or now)
 
     def _forget(self, owner: RunKey, key: Key) -> None:
-        keys_of = self._runs.get(owner, set())
-        keys_of.discard(key)
-        if not keys_of:
-            self._runs.pop(owner, None)
-            self._gone.pop(owner, None)
+        kinds = self._runs.get(owner, {})
+        kinds.get(key[0], set()).discard(key)
+        if not any(kinds.values()):
+            for known in (self._runs, self._gone, self._versions):
+                known.pop(owner, None)
 
     def reconcile_with(
         self, kind: str, listed: Iterable[tuple[str, str, str]], listed_at: datetime, now: datetime
@@ -197,7 +220,7 @@ class Cache:
         """Forget what a full list of `kind` (namespace, name, uid) no longer has; how many. Objects made since the list stay."""
         there = set(listed)
         forgotten = 0
-        for key in [key for key in (*self._objects, *self._pods) if key[0] == kind]:
+        for key in [key for key in (self._pods if kind == "Pod" else self._objects) if key[0] == kind]:
             if kind == "Pod":
                 view = self._pods[key][0]
                 uid, created, owner = view.uid, view.created, (view.namespace, view.run)
@@ -212,25 +235,50 @@ class Cache:
             else:
                 del self._objects[key]
             self._forget(owner, key)
-            self._on_change(owner)
+            self._changed(owner)
             forgotten += 1
         return forgotten
+
+    # Whether the watches live.
+
+    def wrote(self, obj: Json, now: datetime) -> None:
+        """The API server's answer to a write of ours, which the watch of its kind has to show as well."""
+        kind, version = obj["kind"], obj["metadata"]["resourceVersion"]
+        if kind in WATCHED and newer(version, self._heard.get(kind, "0")):
+            self._unheard.setdefault(kind, (version, now))
+        self.put(obj, now)
+
+    def heard(self, kind: str, version: str) -> None:
+        """A watch showed an object of that resourceVersion."""
+        if newer(version, self._heard.get(kind, "0")):
+            self._heard[kind] = version
+        waiting = self._unheard.get(kind)
+        if waiting is not None and not newer(waiting[0], self._heard[kind]):
+            del self._unheard[kind]
+
+    def silence(self, now: datetime) -> dict[str, timedelta]:
+        """For how long the watch of each kind has owed us what we wrote; nothing for those that owe nothing."""
+        return {kind: now - since for kind, (_, since) in self._unheard.items()}
 
     # Reading.
 
     def runs(self) -> Iterator[RunKey]:
         return iter(list(self._runs))
 
+    def version(self, owner: RunKey) -> int:
+        """Another number whenever something of the run has changed; 0 for one that is not there."""
+        return self._versions.get(owner, 0)
+
     def get(self, kind: str, namespace: str, name: str) -> Json | None:
         return self._objects.get((kind, namespace, name))
 
     def of_run(self, owner: RunKey, kind: str) -> list[Json]:
-        keys_of = sorted(key for key in self._runs.get(owner, ()) if key[0] == kind)
-        return [self._objects[key] for key in keys_of if key in self._objects]
+        return [self._objects[key] for key in sorted(self._runs.get(owner, {}).get(kind, ())) if key in self._objects]
 
     def pods(self, owner: RunKey) -> tuple[PodView, ...]:
-        keys_of = sorted(key for key in self._runs.get(owner, ()) if key[0] == "Pod")
-        return (*(self._pods[key][0] for key in keys_of if key in self._pods), *self._gone.get(owner, ()))
+        keys_of = sorted(self._runs.get(owner, {}).get("Pod", ()))
+        gone = self._gone.get(owner, {}).values()
+        return (*(self._pods[key][0] for key in keys_of if key in self._pods), *gone)
 
     def size(self) -> int:
         return len(self._objects) + len(self._pods)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import secrets
 from collections.abc import Callable
@@ -111,10 +112,22 @@ class Controller:
 
     def mark(self, key: RunKey, delay_s: float | None = None) -> None:
         """Look at this run soon."""
-        due = self.clock() + (self.pace.batch_s if delay_s is None else delay_s)
+        now_s = self.clock()
+        due = max(now_s + self.pace.batch_s, self._calm.get(key, 0.0)) if delay_s is None else now_s + delay_s
         if due < self._due.get(key, float("inf")):
             self._due[key] = due
-            self._wake.set()
+            heapq.heappush(self._queue, (due, key))
+            if self._queue[0] == (due, key):
+                self._wake.set()
+
+    def _next_due(self) -> float:
+        """When the nearest run is due that nobody looks at right now."""
+        while self._queue:
+            due, key = self._queue[0]
+            if self._due.get(key) == due and key not in self._busy:
+                return due
+            heapq.heappop(self._queue)  # superseded; that of a busy one comes back when it is done
+        return float("inf")
 
     async def run(self, is_leader: Callable[[], bool]) -> None:
         """For ever. While another replica leads, changes only gather."""
@@ -125,16 +138,14 @@ class Controller:
                 self.last_progress_s = self.clock()
                 leads = is_leader()
                 if leads and not led:
+                    self._quiet.clear()
                     for key in self.cache.runs():
                         self.mark(key)
                 led = leads
-                ready = (
-                    sorted(key for key, due in self._due.items() if due <= self.clock() and key not in self._busy)
-                    if leads
-                    else []
-                )
-                for key in ready[: self.pace.workers - len(self._busy)]:
+                while leads and len(self._busy) < self.pace.workers and self._next_due() <= self.clock():
+                    due, key = heapq.heappop(self._queue)
                     del self._due[key]
+                    self.metrics.wait.observe(self.clock() - due)
                     self._busy.add(key)
                     task = asyncio.create_task(self._reconcile_once(key))
                     tasks.add(task)
@@ -146,8 +157,8 @@ class Controller:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _sleep(self, leads: bool) -> None:
-        nearest = min((due for key, due in self._due.items() if key not in self._busy), default=float("inf"))
-        wait_s = min(1.0, max(0.01, nearest - self.clock())) if leads else 0.5
+        full = len(self._busy) >= self.pace.workers
+        wait_s = 0.5 if not leads else 1.0 if full else min(1.0, max(0.01, self._next_due() - self.clock()))
         self._wake.clear()
         try:
             async with asyncio.timeout(wait_s):
@@ -172,6 +183,8 @@ class Controller:
             self._again(key, error)
         finally:
             self._busy.discard(key)
+            if key in self._due:
+                heapq.heappush(self._queue, (self._due[key], key))
             self._wake.set()
             self.metrics.reconciles.labels(result).inc()
             self.metrics.seconds.observe(self.clock() - started)
@@ -188,6 +201,11 @@ class Controller:
     async def reconcile(self, key: RunKey) -> float | None:
         """Observe, plan, apply, once. Seconds until it should be looked at by itself again; None: when something changes."""
         memory = self.memory.setdefault(key, RunMemory())
+        if await self._still_quiet(key, memory):
+            return self.pace.active_s
+        self._quiet.pop(key, None)
+        self._calm.pop(key, None)
+        version = self.cache.version(key)
         try:
             seen = await self._observe(key, memory)
         except observe.InvalidSpecError as error:
@@ -195,18 +213,41 @@ class Controller:
             return None
         if seen is None:
             await self._tell_orphans(key)
-            self.memory.pop(key, None)
+            for known in (self.memory, self._calm, self._retries):
+                known.pop(key, None)
             self.metrics.forget(key)
             return None
+        said = heard(memory)
         now = self.utc_now()
         decided = plan(seen, now)
         fine = await apply.act(
             decided.actions, key[0], kube=self.kube, telemetry=self.telemetry, cache=self.cache, memory=memory, now=now
         )
-        await self._write(seen, decided, now)
+        wrote = await self._write(seen, decided, now)
         if not fine:
             return self.pace.active_s
+        if not decided.actions:
+            self._calm[key] = self.clock() + min(self.pace.calm_s, self.pace.active_s)
+            if not wrote and decided.active and self.cache.version(key) == version:
+                self._quiet[key] = Quiet(
+                    version=version,
+                    heard=said,
+                    until_s=self.clock() + self.pace.quiet_looks * self.pace.active_s,
+                    urls=self._to_ask(seen, memory),
+                    early_steps=self._early_steps(seen),
+                    counted=ledger.cursor(seen.status),
+                )
         return self.pace.active_s if decided.active else None
+
+    async def _still_quiet(self, key: RunKey, memory: RunMemory) -> bool:
+        """Whether nothing was seen or heard since a look that found nothing to do. Asks router and trainer."""
+        quiet = self._quiet.get(key)
+        if quiet is None or self.clock() >= quiet.until_s or self.cache.version(key) != quiet.version:
+            return False
+        if quiet.urls is not None:
+            urls = quiet.urls
+            await self.telemetry.look(memory, urls.router, urls.trainer, early=quiet.early_steps, counted=quiet.counted)
+        return self.cache.version(key) == quiet.version and heard(memory) == quiet.heard
 
     async def _observe(self, key: RunKey, memory: RunMemory) -> Snapshot | None:
         body = self.cache.get("RLRun", *key)
@@ -252,8 +293,9 @@ class Controller:
             memory.router = memory.trainer = None
             memory.router_error = memory.trainer_error = "no pod is ready"
             return
-        early = guard.LONGEST_RAMP_STEPS + seen.spec.guard.early_steps
-        await self.telemetry.look(memory, urls.router, urls.trainer, early=early, counted=ledger.cursor(seen.status))
+        await self.telemetry.look(
+            memory, urls.router, urls.trainer, early=self._early_steps(seen), counted=ledger.cursor(seen.status)
+        )
 
     async def _failed_creates(self, seen: Snapshot, memory: RunMemory) -> None:
         """A Job's status does not say that its pods are refused, by a quota say; its events do."""
@@ -328,7 +370,7 @@ class Controller:
             }
         )
         assert isinstance(wanted, RLRunStatus)
-        if await apply.write_status("RLRun", live, wanted.to_json_dict(), kube=self.kube, cache=self.cache, now=now):
+        if await self._write_status("RLRun", live, wanted.to_json_dict(), now):
             for finding in flips(old.conditions, found):
                 event = EventOut("RLRun", key[1], live["metadata"]["uid"], "Warning", finding.reason, finding.message)
                 await apply.post_event(event, key[0], kube=self.kube, now=now)
@@ -341,9 +383,7 @@ class Controller:
             if "deletionTimestamp" in metadata:
                 continue
             wanted, found = status.orphan_status(observe.group_status(live), key[1], metadata["generation"], now)
-            if await apply.write_status(
-                "SamplerGroup", live, wanted.to_json_dict(), kube=self.kube, cache=self.cache, now=now
-            ):
+            if await self._write_status("SamplerGroup", live, wanted.to_json_dict(), now):
                 for finding in found[1:]:
                     event = EventOut(
                         "SamplerGroup", metadata["name"], metadata["uid"], "Warning", finding.reason, finding.message
@@ -352,25 +392,30 @@ class Controller:
 
     # What the watches may have missed.
 
-    async def resync(self) -> int:
-        """Compare the cache with full lists, served from the API server's memory; how many ghosts were forgotten."""
-        ghosts = 0
-        for kind in WATCHED:
-            listed_at = self.utc_now()
-            labels = "" if kind in ("RLRun", "SamplerGroup") else keys.RUN_LABEL
-            there = []
-            async for item in self.kube.list(kind, self.namespace, labels=labels, cached=True):
-                there.append((item["metadata"]["namespace"], item["metadata"]["name"], item["metadata"]["uid"]))
-                self.cache.put(item, self.utc_now())
-            ghosts += self.cache.reconcile_with(kind, there, listed_at, self.utc_now())
-        self.last_event_s = self.clock()
-        return ghosts
+    def watch_started(self, kind: str) -> None:
+        """A watch began, or began again: deletions may have come to pass between its list and what was known before."""
+        self._resync_due[kind] = self.clock() + self.pace.settle_s
+
+    async def resync(self, kind: str) -> int:
+        """Compare the cache with a list of names; how many ghosts were forgotten."""
+        listed_at = self.utc_now()
+        labels = "" if kind in RUN_KINDS else keys.RUN_LABEL
+        there = [
+            (item["metadata"]["namespace"], item["metadata"]["name"], item["metadata"]["uid"])
+            async for item in self.kube.list(kind, self.namespace, labels=labels, names_only=True)
+        ]
+        return self.cache.reconcile_with(kind, there, listed_at, self.utc_now())
 
     async def resync_forever(self) -> None:
+        for kind in WATCHED:
+            self._resync_due.setdefault(kind, self.clock() + self.pace.resync_s)
         while True:
-            await asyncio.sleep(self.pace.resync_s)
-            try:
-                if ghosts := await self.resync():
-                    log.warning("event=ghosts_forgotten count=%d", ghosts)
-            except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
-                log.warning("event=resync_failed error=%r", str(error)[:300])
+            await asyncio.sleep(1.0)
+            for kind in [kind for kind, due in self._resync_due.items() if due <= self.clock()]:
+                self._resync_due[kind] = self.clock() + self.pace.resync_s
+                try:
+                    if ghosts := await self.resync(kind):
+                        log.warning("event=ghosts_forgotten kind=%s count=%d", kind, ghosts)
+                except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
+                    self._resync_due[kind] = self.clock() + self.pace.last_retry_s
+                    log.warning("event=resync_failed kind=%s error=%r", kind, str(error)[:300])

@@ -7,6 +7,7 @@ to do is never decided here. Peering is off (a Lease decides who leads), so that
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -17,7 +18,8 @@ from motley_operator.cache import WATCHED
 from motley_operator.controller import Controller
 from motley_operator.kube import RESOURCES, Credentials
 
-CHUNK = 500
+CHUNK = 250  # objects of a page of a list: the most that the framework holds at once
+INACTIVE_S = 70.0  # a watch without an event or a bookmark, which come every minute, is opened anew
 TOKEN_LIFE = timedelta(minutes=10)  # a service account's token is read again this often
 
 
@@ -43,6 +45,7 @@ def registry(controller: Controller, credentials: Credentials) -> kopf.OperatorR
 def _watcher(kind: str, controller: Controller) -> Any:
     async def seen(event: dict[str, Any], **_: Any) -> None:
         controller.last_event_s = controller.clock()
+        controller.cache.heard(kind, event["object"]["metadata"]["resourceVersion"])
         obj = {**event["object"], "kind": kind}
         if event["type"] == "DELETED":
             controller.cache.drop(obj, controller.utc_now())
@@ -65,7 +68,8 @@ def connection(credentials: Credentials) -> kopf.ConnectionInfo:
     )
 
 
-def operator_settings(*, namespaced: bool) -> kopf.OperatorSettings:
+def operator_settings(*, namespaced: bool, started: Callable[[str], None] = lambda kind: None) -> kopf.OperatorSettings:
+    """`started` is told the kind of each watch that begins, at first and again."""
     settings = kopf.OperatorSettings()
     # Names of our own, although event handlers store nothing: should one that does be added, it meets nobody else's.
     settings.persistence.finalizer = keys.FINALIZER
@@ -74,11 +78,14 @@ def operator_settings(*, namespaced: bool) -> kopf.OperatorSettings:
     settings.peering.name = keys.FIELD_MANAGER
     settings.posting.enabled = False
     settings.watching.chunk_size = CHUNK
+    settings.watching.inactivity_timeout = INACTIVE_S
     settings.scanning.disabled = namespaced
     for kind in WATCHED:
         group, _, plural = resource(kind)
         if group != API_GROUP:
             settings.watching.label_selectors[_named(group, plural)] = keys.RUN_LABEL
+        # Field selectors are asked for before each list and each watch: the one word that the framework gives of them.
+        settings.watching.field_selectors[_noting(group, plural, kind, started)] = ""
     return settings
 
 
@@ -86,12 +93,23 @@ def _named(group: str, plural: str) -> Any:
     return lambda found: found.group == group and found.plural == plural
 
 
+def _noting(group: str, plural: str, kind: str, started: Callable[[str], None]) -> Any:
+    """A selector that matches nothing, and tells when it was asked about its kind."""
+
+    def asked(found: Any) -> bool:
+        if found.group == group and found.plural == plural:
+            started(kind)
+        return False
+
+    return asked
+
+
 async def watch(controller: Controller, credentials: Credentials, namespace: str | None) -> None:
     """Runs until cancelled, or until a watch fails for good: then the process ends, and is started anew."""
     logging.getLogger("kopf").setLevel(logging.WARNING)
     await kopf.operator(
         registry=registry(controller, credentials),
-        settings=operator_settings(namespaced=namespace is not None),
+        settings=operator_settings(namespaced=namespace is not None, started=controller.watch_started),
         standalone=True,
         clusterwide=namespace is None,
         namespaces=[namespace] if namespace is not None else (),

@@ -11,6 +11,7 @@ import json
 import os
 import ssl
 import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ ENV_SERVICE_ACCOUNT_DIR = "MOTLEY_SERVICE_ACCOUNT_DIR"
 SERVICE_ACCOUNT_DIR = "/var/run/secrets/kubernetes.io/serviceaccount"
 PAGE = 500  # objects of one page of a list
 TIMEOUT_S = 30.0
+METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
 # kind -> (path prefix, plural)
 _CORE, _OURS = "api/v1", f"apis/{API_GROUP}/{API_VERSION}"
@@ -182,11 +184,11 @@ def path_of(kind: str, namespace: str | None = None, name: str = "", subresource
 
 
 class Kube:
-    """One session with the API server. `requests` counts what was asked, for metrics."""
+    """One session with the API server. `requests` counts what was asked, by method, for metrics."""
 
     def __init__(self, credentials: Credentials) -> None:
         self.credentials = credentials
-        self.requests: dict[tuple[str, str], int] = {}
+        self.requests: Counter[str] = Counter()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
                 ssl=credentials.ssl_context() if credentials.server.startswith("https") else False, limit=16
@@ -205,11 +207,11 @@ class Kube:
         params: Mapping[str, str] | None = None,
         body: Any = None,
         content_type: str = "application/json",
+        accept: str = "application/json",
     ) -> Any:
         """One request; the answer's JSON. Raises ApiError on a refusal, aiohttp's errors when there is no answer."""
-        key = (method, path.split("?")[0].split("/")[-1] if method == "GET" else "")
-        self.requests[key] = self.requests.get(key, 0) + 1
-        headers = {"Content-Type": content_type, "Accept": "application/json"}
+        self.requests[method] += 1
+        headers = {"Content-Type": content_type, "Accept": accept}
         if token := self.credentials.bearer():
             headers["Authorization"] = f"Bearer {token}"
         data = None if body is None else json.dumps(body)
@@ -236,25 +238,33 @@ class Kube:
         return found
 
     async def list(
-        self, kind: str, namespace: str | None = None, *, labels: str = "", fields: str = "", cached: bool = False
+        self,
+        kind: str,
+        namespace: str | None = None,
+        *,
+        labels: str = "",
+        fields: str = "",
+        page: int = PAGE,
+        names_only: bool = False,
     ) -> AsyncIterator[Json]:
-        """Objects page by page. `cached`: from the API server's watch cache, as cheap as a list can be, perhaps a moment old."""
-        params = {"limit": str(PAGE)}
+        """Objects page by page, so that few are in memory at once. `names_only`: their metadata alone.
+
+        Never with resourceVersion=0: the API server would ignore the page's size.
+        """
+        params = {"limit": str(page)}
         if labels:
             params["labelSelector"] = labels
         if fields:
             params["fieldSelector"] = fields
-        if cached:
-            params = {**params, "resourceVersion": "0"}
+        accept = METADATA_LIST if names_only else "application/json"
         while True:
-            page = await self.call("GET", path_of(kind, namespace), params=params)
-            for item in page["items"]:
-                item["kind"], item["apiVersion"] = kind, page["apiVersion"]
+            found = await self.call("GET", path_of(kind, namespace), params=params, accept=accept)
+            for item in found["items"] or ():  # null, in an empty list of metadata
+                item["kind"], item["apiVersion"] = kind, found["apiVersion"]
                 yield item
-            if not page["metadata"].get("continue"):
+            if not found["metadata"].get("continue"):
                 return
-            params = {key: value for key, value in params.items() if key != "resourceVersion"}
-            params["continue"] = page["metadata"]["continue"]
+            params["continue"] = found["metadata"]["continue"]
 
     async def create(self, manifest: Mapping[str, Any]) -> Json:
         metadata = manifest["metadata"]

@@ -23,7 +23,8 @@ IMAGES = {
     "rollout": "MOTLEY_IMAGE_ROLLOUT",
     "router": "MOTLEY_IMAGE_ROUTER",
 }
-UNHEALTHY_AFTER_S = 60.0  # without the loop turning, or without word from the API server for three resyncs
+UNHEALTHY_AFTER_S = 60.0  # without the loop turning, or without an answer about the lease
+SILENT_AFTER_S = 180.0  # a watch that does not show what was written: paused, or dead
 
 
 class ConfigurationError(Exception):
@@ -57,7 +58,7 @@ def reconcile_seconds(env: Mapping[str, str]) -> float:
 async def serve_operator(env: Mapping[str, str]) -> int:
     """Watches, leads or waits, reconciles; until SIGTERM. The exit code: 1 when a part of it ended by itself."""
     from motley_operator import handlers, metrics
-    from motley_operator.cache import utc_now
+    from motley_operator.cache import WATCHED, utc_now
     from motley_operator.controller import Controller, Pace
     from motley_operator.kube import Kube, load_credentials
     from motley_operator.leadership import Leadership
@@ -69,7 +70,8 @@ async def serve_operator(env: Mapping[str, str]) -> int:
     namespace = env.get(ENV_WATCH_NAMESPACE) or None
     kube, telemetry, shown = Kube(credentials), Telemetry(), metrics.Metrics()
     images = {f"image_{role}": env[name] for role, name in IMAGES.items() if env.get(name)}
-    pace = Pace(active_s=reconcile_seconds(env))
+    active_s = reconcile_seconds(env)
+    pace = Pace(active_s=active_s, resize_s=20 * active_s)
     controller = Controller(
         kube,
         telemetry,
@@ -88,19 +90,21 @@ async def serve_operator(env: Mapping[str, str]) -> int:
     def refresh() -> None:
         shown.leader.set(leadership.is_leader)
         shown.objects.set(controller.cache.size())
-        totals: dict[str, int] = {}
-        for (method, _), count in kube.requests.items():
-            totals[method] = totals.get(method, 0) + count
-        for method, count in totals.items():
+        shown.runs.set(len(controller.memory))
+        for method, count in kube.requests.items():
             shown.requests.labels(method).set(count)
+        silence = controller.cache.silence(utc_now())
+        for kind in WATCHED:
+            shown.silence.labels(kind).set(silence[kind].total_seconds() if kind in silence else 0.0)
 
     def unhealthy() -> str:
         now = time.monotonic()
         ages = {
             "the loop turned": (now - controller.last_progress_s, UNHEALTHY_AFTER_S),
             "the lease was looked at": (now - leadership.last_contact_s, UNHEALTHY_AFTER_S),
-            "the API server told something": (now - controller.last_event_s, 3 * pace.resync_s),
         }
+        for kind, owed in controller.cache.silence(utc_now()).items():
+            ages[f"a {kind} was written that no watch has shown"] = (owed.total_seconds(), SILENT_AFTER_S)
         late = [f"{age:.0f} s since {what} (limit {limit:.0f} s)" for what, (age, limit) in ages.items() if age > limit]
         return "; ".join(late)
 

@@ -12,6 +12,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from motley_operator.cache import RunKey
 
+# Histograms' buckets: 1 ms to 10 s, three for each doubling or so, so that a p99 read from them is near the real one.
+SECONDS = tuple(round(0.001 * 10 ** (step / 8), 4) for step in range(33))
+
 
 class Metrics:
     """Registered apart from the process's default registry, so that tests can have several."""
@@ -25,8 +28,17 @@ class Metrics:
         self.seconds = Histogram(
             "motley_reconcile_seconds",
             "Time of one reconcile.",
-            buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
+            buckets=SECONDS,
             registry=self.registry,
+        )
+        self.wait = Histogram(
+            "motley_reconcile_wait_seconds",
+            "From when a run was due to when its reconcile began.",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.runs = Gauge(
+            "motley_runs", "Runs that were looked at since the start, and are still there.", registry=self.registry
         )
         self.status_writes = Counter(
             "motley_status_writes_total", "Statuses written.", ["kind"], registry=self.registry
@@ -37,6 +49,12 @@ class Metrics:
             "motley_api_requests",
             "Requests to the API server since the start, by method.",
             ["method"],
+            registry=self.registry,
+        )
+        self.silence = Gauge(
+            "motley_watch_silence_seconds",
+            "For how long a watch has not shown what was written; 0 when it has.",
+            ["kind"],
             registry=self.registry,
         )
         self.step = Gauge("motley_run_step", "Newest optimizer step.", run, registry=self.registry)
