@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ import torch
 from agent.rig import Rig, publish
 from engine import tiny
 from motley_sampler.agent import conformance
-from motley_sampler.agent.conformance import Drawn, Mode, nearest_mode
+from motley_sampler.agent.conformance import SAMPLINGS, Drawn, Mode, nearest_mode
 from motley_sampler.engines.reference.engine import ReferenceEngine
 from motley_sampler.engines.reference.precision import Linear
 from motley_sampler.engines.reference.weights import Experts, Weights
@@ -126,6 +126,72 @@ class SupportCutShort(_Lies):
             meta["output_token_sampling_logprobs"][index] = [values[place] - total for place in kept]
 
 
+class LogprobsAfterFilter(_Lies):
+    """Renormalised over the candidates where SGLang's are not."""
+
+    def change(self, reply: Json) -> None:
+        meta = reply["meta_info"]
+        columns = (
+            meta["output_token_logprobs"],
+            meta["output_token_sampling_mask"],
+            meta["output_token_sampling_logprobs"],
+        )
+        for row, ids, values in zip(*columns, strict=True):
+            row[0] = values[ids.index(row[1])]
+
+
+class _Draws(ReferenceEngine):
+    """With other parameters than it is asked for, and reports truly what it did."""
+
+    sampling: ClassVar[Json]
+
+    async def generate(self, body: Json, *, counted: bool = True) -> Json | list[Json]:
+        return await super().generate(
+            {**body, "sampling_params": body["sampling_params"] | self.sampling}, counted=counted
+        )
+
+
+class IgnoresTemperature(_Draws):
+    sampling: ClassVar[Json] = {"temperature": 1.0}
+
+
+class IgnoresTopP(_Draws):
+    sampling: ClassVar[Json] = {"top_p": 1.0}
+
+
+class IgnoresTopK(_Draws):
+    sampling: ClassVar[Json] = {"top_k": 60}
+
+
+class SpanCutShort(_Lies):
+    """The labels are right and leave the last token out."""
+
+    def change(self, reply: Json) -> None:
+        reply["meta_info"]["weight_versions"][0]["end"] -= 1
+
+
+class WrongCandidate(_Lies):
+    """The numbers are right, of other candidates."""
+
+    def change(self, reply: Json) -> None:
+        for token, ids in zip(reply["output_ids"], reply["meta_info"]["output_token_sampling_mask"], strict=True):
+            place = next((place for place, candidate in enumerate(ids) if candidate != token), None)
+            if place is not None:
+                ids[place] = next(other for other in range(tiny.VOCAB) if other not in ids)
+
+
+class SwappedCandidates(_Lies):
+    """Right candidates and the right number for the drawn one; the numbers of the others are mixed up."""
+
+    def change(self, reply: Json) -> None:
+        meta = reply["meta_info"]
+        columns = (reply["output_ids"], meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"])
+        for token, ids, values in zip(*columns, strict=True):
+            others = [place for place, candidate in enumerate(ids) if candidate != token]
+            for place, value in zip(others, [values[place] for place in reversed(others)], strict=True):
+                values[place] = value
+
+
 class NullLogprob(_Lies):
     def change(self, reply: Json) -> None:
         reply["meta_info"]["input_token_logprobs"][3][0] = None
@@ -165,6 +231,13 @@ async def test_wrong_weights_are_quarantined(
         (LogprobsBeforeTemperature, "ModeMismatch", "BeforeTemperature"),
         (SupportBeforeFilter, "SupportMismatch", "Unknown"),
         (SupportCutShort, "SupportMismatch", "Unknown"),
+        (LogprobsAfterFilter, "ModeMismatch", "AfterFilter"),
+        (IgnoresTemperature, "SupportMismatch", "Unknown"),
+        (IgnoresTopP, "SupportMismatch", "Unknown"),
+        (IgnoresTopK, "SupportMismatch", "Unknown"),
+        (WrongCandidate, "SupportMismatch", "Unknown"),
+        (SwappedCandidates, "SupportMismatch", "AfterFilter"),
+        (SpanCutShort, "VersionMismatch", "Unknown"),
         (NullLogprob, "CanaryFailed", "Unknown"),
         (NoSupports, "CanaryFailed", "Unknown"),
     ],
@@ -181,6 +254,25 @@ async def test_wrong_reports_are_refused_before_any_sample(
     answer = await client.post("/generate", json=tiny.body(tiny.prompt(5)))
     assert answer.status == 503
     await client.close()
+
+
+@pytest.mark.parametrize(
+    ("precision", "served"), [("FP8", "bf16"), ("NVFP4", "bf16"), ("NVFP4", "fp8"), ("BF16", "fp8")]
+)
+async def test_another_view_of_the_same_weights_is_found_out(
+    make_rig: Callable[..., Rig], precision: str, served: str, tmp_path: Path
+) -> None:
+    """The version is right, the model is right, and the numbers are those of another precision."""
+    other = tiny.write_view(tmp_path / "other", served, tiny.moe_config(), tiny.tensors(tiny.moe_config(), seed=1))
+
+    class ServesAnotherView(ReferenceEngine):
+        def _load(self, folder: Path) -> Weights:
+            return super()._load(other)
+
+    rig = make_rig(engine_type=ServesAnotherView, precision=precision, gpu_type="B200")
+    publish(rig, 1)
+    await rig.agent.look()
+    assert (rig.state.ready, rig.state.reason) == (False, "CanaryFailed"), rig.state.canary_max_abs_diff
 
 
 async def test_a_small_step_of_training_is_told_from_no_step(make_rig: Callable[..., Rig]) -> None:
@@ -259,7 +351,7 @@ def _drawn(seed: int) -> list[Drawn]:
     made = []
     for _ in range(16):
         ids = rng.permutation(30)[:7].astype(np.int64)
-        made.append(Drawn(int(ids[0]), 0.0, ids, np.zeros(7), rng.normal(0, 2, 30)))
+        made.append(Drawn(int(ids[0]), 0.0, ids, np.zeros(7), rng.normal(0, 2, 30), SAMPLINGS[0]))
     return made
 
 

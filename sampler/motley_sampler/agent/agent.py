@@ -114,7 +114,8 @@ class Agent:
         """Says so for as long as the pod is there; loads nothing."""
         settings = self.settings
         self.standing.reason = "Retired"
-        self.standing.message = f"ended {settings.max_ends} times within {settings.ends_window_s / 60:.0f} minutes: not started again in this pod"
+        minutes = f"{settings.ends_window_s / 60:.0f} minutes"
+        self.standing.message = f"ended {settings.max_ends} times within {minutes}: not started again in this pod"
         log.error("event=retired message=%r", self.standing.message)
         await self._leaving.wait()
         return EXIT_OK

@@ -26,9 +26,21 @@ Floats = NDArray[np.float64]
 PROMPTS = 4
 PROMPT_TOKENS = 24
 NEW_TOKENS = 8
-# Far from 1, and a filter that bites: the three modes of log-probs then differ by tenths on any model.
-TEMPERATURE, TOP_P, TOP_K = 3.0, 0.8, 20
 NORMALISED_WITHIN = 1e-3
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What a canary is drawn with."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+
+
+# Taken in turn by the prompts. The first: a temperature far from 1 and a top-k that bites, so that the three modes of log-probs
+# differ by tenths on any model. The second: a top-p that bites also where the model is undecided.
+SAMPLINGS = (Sampling(3.0, 0.8, 20), Sampling(1.0, 0.4, 1000))
 
 
 class Mode(enum.StrEnum):
@@ -93,14 +105,20 @@ def prompts(vocab_size: int, context_length: int) -> list[list[int]]:
     return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(PROMPTS)]
 
 
+def sampling_of(index: int) -> Sampling:
+    """Of the prompt with this index."""
+    return SAMPLINGS[index % len(SAMPLINGS)]
+
+
 def canary_body(prompt: Sequence[int], index: int, nonce: str) -> Json:
     """One /generate body that asks for everything. The nonce keeps the prefix cache out of it."""
+    sampling = sampling_of(index)
     return {
         "input_ids": list(prompt),
         "sampling_params": {
-            "temperature": TEMPERATURE,
-            "top_p": TOP_P,
-            "top_k": TOP_K,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
             "max_new_tokens": NEW_TOKENS,
             "ignore_eos": True,
             "sampling_seed": index,
@@ -163,12 +181,9 @@ def _judge(
     tolerance: Tolerance,
     previous: Floats | None,
 ) -> Verdict:
-    for reply in replies:
-        labels = [span["version"] for span in reply["meta_info"]["weight_versions"]]
-        if labels != [str(version)] or reply["meta_info"]["weight_version"] != str(version):
-            return Verdict(
-                "VersionMismatch", f"weight_versions must be {version} only, got {labels}", None, Mode.UNKNOWN
-            )
+    problem = next((found for reply in replies if (found := _label_problem(reply, version))), "")
+    if problem:
+        return Verdict("VersionMismatch", problem, None, Mode.UNKNOWN)
     live = np.concatenate([_prompt_logprobs(reply, prompt) for prompt, reply in zip(asked, replies, strict=True)])
     clean = np.concatenate([_teacher_forced(z, prompt) for prompt, z in zip(asked, logits, strict=True)])
     difference = np.abs(live - clean)
@@ -181,9 +196,8 @@ def _judge(
     if problem:
         return Verdict("CanaryFailed", problem, largest, Mode.UNKNOWN)
 
-    drawn = [
-        token for z, prompt, reply in zip(logits, asked, replies, strict=True) for token in _drawn(z, prompt, reply)
-    ]
+    each = enumerate(zip(logits, asked, replies, strict=True))
+    drawn = [token for index, (z, prompt, reply) in each for token in _drawn(z, prompt, reply, sampling_of(index))]
     problem = next((found for token in drawn if (found := _support_problem(token, tolerance))), "")
     if problem:
         return Verdict("SupportMismatch", problem, largest, Mode.UNKNOWN)
@@ -193,6 +207,10 @@ def _judge(
         return Verdict(
             "ModeMismatch", f"output_token_sampling_logprobs must be {Mode.AFTER_FILTER}, are {mode}", largest, mode
         )
+    off = float(np.mean(np.concatenate([token.candidate_errors() for token in drawn])))
+    if off > tolerance.mean_abs:
+        message = f"log-probs of candidates differ by {off:.4f} nats on average, allowed {tolerance.mean_abs}"
+        return Verdict("SupportMismatch", message, largest, mode)
     if error > tolerance.mean_abs:
         message = f"log-probs of drawn tokens differ by {error:.4f} nats on average, allowed {tolerance.mean_abs}"
         return Verdict("CanaryFailed", message, largest, mode)
@@ -213,6 +231,7 @@ class Drawn:
     ids: NDArray[np.int64]  # [C]
     support_logprobs: Floats  # [C]
     logits: Floats
+    sampling: Sampling
 
     @property
     def support_logprob(self) -> float:
@@ -223,10 +242,15 @@ class Drawn:
         """By the oracle, of this token, under one reading of what is reported."""
         if mode is Mode.BEFORE_TEMPERATURE:
             return float(log_softmax(self.logits)[self.token])
-        scaled = log_softmax(self.logits / TEMPERATURE)
+        scaled = log_softmax(self.logits / self.sampling.temperature)
         if mode is Mode.AFTER_TEMPERATURE:
             return float(scaled[self.token])
         return float(scaled[self.token] - np.log(np.exp(scaled[self.ids]).sum()))
+
+    def candidate_errors(self) -> Floats:
+        """[C] of the reported log-probs, against the oracle's renormalised over the same candidates."""
+        scaled = log_softmax(self.logits / self.sampling.temperature)[self.ids]
+        return np.asarray(np.abs(self.support_logprobs - (scaled - np.log(np.exp(scaled).sum()))))
 
 
 def nearest_mode(drawn: Sequence[Drawn], reported: Sequence[float]) -> tuple[Mode, float]:
@@ -238,6 +262,15 @@ def nearest_mode(drawn: Sequence[Drawn], reported: Sequence[float]) -> tuple[Mod
     errors = {mode: float(np.mean(np.abs([t.log_prob(mode) for t in drawn] - values))) for mode in modes}
     best = min(modes, key=lambda mode: errors[mode])
     return best, errors[best]
+
+
+def _label_problem(reply: Json, version: int) -> str:
+    """Every generated token is of `version`, and said to be."""
+    meta, count = reply["meta_info"], len(reply["output_ids"])
+    spans = [(span["version"], span["start"], span["end"]) for span in meta["weight_versions"]]
+    if spans != [(str(version), 0, count)] or meta["weight_version"] != str(version):
+        return f"weight_versions must be {version} from 0 to {count}, got {spans} under {meta['weight_version']}"
+    return ""
 
 
 def _stale(live: Floats, clean: Floats, previous: Floats | None, version: int) -> str:
@@ -267,20 +300,21 @@ def _exceeds(difference: Floats, tolerance: Tolerance, what: str) -> str:
 
 def _support_problem(token: Drawn, tolerance: Tolerance) -> str:
     """Complete, minimal, normalised, and holding the drawn token."""
-    if token.token not in token.ids or len(set(token.ids.tolist())) != len(token.ids) or len(token.ids) > TOP_K:
+    top_p, top_k = token.sampling.top_p, token.sampling.top_k
+    if token.token not in token.ids or len(set(token.ids.tolist())) != len(token.ids) or len(token.ids) > top_k:
         return (
-            f"the support of token {token.token} must hold it once, among at most {TOP_K} ids, got {token.ids.tolist()}"
+            f"the support of token {token.token} must hold it once, among at most {top_k} ids, got {token.ids.tolist()}"
         )
     total = float(np.exp(token.support_logprobs).sum())
     if not abs(total - 1) <= NORMALISED_WITHIN:
         return f"a support must sum to 1, sums to {total:.6f}"
-    p = np.exp(log_softmax(token.logits / TEMPERATURE))[token.ids]
+    p = np.exp(log_softmax(token.logits / token.sampling.temperature))[token.ids]
     # A token near the edge of top_p may fall on either side of it by the arithmetic's noise, which moves the mass in proportion.
     slack = max(2 * tolerance.mean_abs, 0.01)
-    if len(token.ids) < TOP_K and p.sum() < TOP_P - slack:
-        return f"a support must hold a mass of {TOP_P}, holds {p.sum():.4f} of the clean load's"
-    if p.sum() - p.min() > TOP_P + slack:
-        return f"a support must be the smallest with a mass of {TOP_P}, holds {p.sum() - p.min():.4f} without its last token"
+    if len(token.ids) < top_k and p.sum() < top_p - slack:
+        return f"a support must hold a mass of {top_p}, holds {p.sum():.4f} of the clean load's"
+    if p.sum() - p.min() > top_p + slack:
+        return f"a support must be the smallest with a mass of {top_p}, holds {p.sum() - p.min():.4f} without its last token"
     return ""
 
 
@@ -297,7 +331,7 @@ def _teacher_forced(logits: Floats, prompt: Sequence[int]) -> Floats:
     return np.asarray(rows[np.arange(len(prompt) - 1), list(prompt[1:])])
 
 
-def _drawn(logits: Floats, prompt: Sequence[int], reply: Json) -> list[Drawn]:
+def _drawn(logits: Floats, prompt: Sequence[int], reply: Json, sampling: Sampling) -> list[Drawn]:
     meta, output = reply["meta_info"], reply["output_ids"]
     columns: tuple[list[Any], ...] = (
         meta["output_token_logprobs"],
@@ -315,6 +349,7 @@ def _drawn(logits: Floats, prompt: Sequence[int], reply: Json) -> list[Drawn]:
             ids=np.array(ids, dtype=np.int64),
             support_logprobs=np.array([_number(value) for value in values], dtype=np.float64),
             logits=logits[len(prompt) - 1 + position],
+            sampling=sampling,
         )
         for position, (token, row, ids, values) in enumerate(zip(output, *columns, strict=True))
     ]
