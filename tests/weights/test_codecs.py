@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from motley_api.keys import STANDARD_VIEWS
 from motley_weights import codecs
@@ -212,9 +212,59 @@ def test_the_result_does_not_depend_on_the_bands_that_tensors_are_worked_on_in(m
     weight = torch.randn(300, 304, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     whole = {view: codecs.encode(view, DOWN, weight) for view in STANDARD_VIEWS}
     monkeypatch.setattr(fp8, "_BAND_ELEMENTS", 1)
-    monkeypatch.setattr(nvfp4, "_BAND_ELEMENTS", 1)
+    monkeypatch.setattr(nvfp4, "_BAND_ELEMENTS", 16 * 37)
     for view in STANDARD_VIEWS:
         assert_same_bytes(codecs.encode(view, DOWN, weight), whole[view])
+
+
+@pytest.mark.parametrize("view", ["fp8", "nvfp4"])
+def test_small_tensors_together_give_what_each_gives_alone(view: str, monkeypatch: pytest.MonkeyPatch):
+    """Of equal and of different shapes, with whole and partial blocks, zeros among them, and one that counts as large."""
+    for module in (fp8, nvfp4):
+        monkeypatch.setattr(module, "_SMALL_ELEMENTS", 256 * 32)
+    shapes = [(64, 64), (130, 48), (256, 32), (64, 64), (1, 16), (256, 32), (64, 64), (300, 160), (130, 48), (64, 64)]
+    random = torch.Generator().manual_seed(2)
+    tensors = {
+        f"model.layers.0.mlp.experts.{i}.down_proj.weight": (
+            torch.randn(shape, generator=random) * 10.0 ** (i - 5) * (i != 3)
+        ).to(torch.bfloat16)
+        for i, shape in enumerate(shapes)
+    }
+    alone: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        alone |= codecs.encode(view, name, tensor)
+    together = codecs.encode_group(view, tensors)
+    assert list(together) == list(alone)
+    assert_same_bytes(together, alone)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 20),
+    seed=st.integers(0, 2**31),
+    top=st.integers(1, 0x7F7F),
+    spread=st.sampled_from([3, 400, 0x7F7F]),
+)
+@example(
+    rows=8, seed=0, top=0x7F7F, spread=0x7F7F
+)  # small ones beside the largest: their quotients vanish, and their signs
+def test_nvfp4_codes_are_the_rounded_quotients_for_any_bits(rows: int, seed: int, top: int, spread: int):
+    """The encoder compares bit patterns; here is the formula that it stands for, over all of bfloat16: subnormals, both
+    zeros, magnitudes near the largest, and quotients that vanish."""
+    random = torch.Generator().manual_seed(seed)
+    magnitude = (top - torch.randint(0, spread + 1, (rows, 48), generator=random)).clamp(min=0)
+    magnitude[0, 0] = top
+    sign = torch.randint(0, 2, (rows, 48), generator=random) << 15
+    weight = (magnitude | sign).to(torch.int32).to(torch.int16).view(torch.bfloat16)
+    stored = codecs.encode("nvfp4", DOWN, weight)
+    prefix = DOWN.removesuffix(".weight")
+    scale_2 = stored[f"{prefix}.weight_scale_2"]
+    value = weight.to(torch.float32).view(rows, 3, 16)
+    scale = value.abs().amax(2) / (6.0 * scale_2)
+    scale = torch.where(scale == 0, 1.0, scale).clamp(2.0**-9, 448.0).to(torch.float8_e4m3fn)
+    assert torch.equal(stored[f"{prefix}.weight_scale"].view(torch.uint8), scale.view(torch.uint8))
+    want = nvfp4.to_e2m1(value / (scale.to(torch.float32) * scale_2).unsqueeze(2)).view(rows, 48)
+    assert torch.equal(nvfp4.unpack(stored[DOWN]).to(torch.int32), want)
 
 
 # ---------------------------------------------------------------- which modules, which scales

@@ -282,8 +282,9 @@ def test_a_cache_that_cannot_be_made_costs_deltas_and_nothing_else(model: Any, u
 
 
 def test_a_cache_that_fails_halfway_leaves_a_version_that_pulls(
-    model: Any, url: str, policy: DeltaPolicy, tmp_path: Path
+    model: Any, url: str, policy: DeltaPolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr("motley_weights.store.BATCH_BYTES", 1)
     store = WeightStore(url, "run", deltas=policy, shard_bytes=4000)
     model.publish(store, 1)
     model.step(seed=1)

@@ -89,6 +89,22 @@ def test_equal_weights_give_equal_bytes(model: Any, make_model: Any, url: str):
 # ---------------------------------------------------------------- pointers
 
 
+def test_tensors_encoded_together_give_the_bytes_that_they_give_one_by_one(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Large ones among small ones, at the end and in the middle, beside fusion groups that come in pieces."""
+    for batch_bytes in (1, 3000, 1 << 30):
+        monkeypatch.setattr("motley_weights.store.BATCH_BYTES", batch_bytes)
+        model.publish(WeightStore(str(tmp_path / str(batch_bytes)), "run", shard_bytes=4000), 1)
+    folders = [tmp_path / str(batch_bytes) / "run" for batch_bytes in (1, 3000, 1 << 30)]
+    files = [
+        {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+        for folder in folders
+    ]
+    assert any("model-00003" in name for name in files[0])
+    assert files[0] == files[1] == files[2]
+
+
 def test_before_the_first_publish_there_is_nothing(url: str):
     store = WeightStore(url, "run")
     assert (store.latest("bf16"), store.versions("bf16"), store.views()) == (None, [], [])

@@ -48,6 +48,7 @@ from motley_weights.manifest import (
 from motley_weights.publishing import CachedBase, DeltaPolicy, ViewWriter, usable_base
 
 SHARD_BYTES = 256 << 20
+BATCH_BYTES = 2 << 20  # of BF16, encoded at a time; or one fusion group, if that is larger
 
 
 @dataclasses.dataclass(frozen=True)
@@ -501,12 +502,26 @@ def _write_tensors(
     shapes: dict[str, tuple[int, ...]] = {}
     for view, writer in writers.items():
         _guard(failed, view, writer.start)
-    for group in codecs.fusion_groups(_checked(tensors, shapes)):
-        magnitudes = {name: codecs.absolute_max(name, tensor) for name, tensor in group.items()}
+    for batch in _batches(codecs.fusion_groups(_checked(tensors, shapes))):
+        magnitudes = {name: codecs.absolute_max(name, tensor) for name, tensor in batch.items()}
         for view, writer in writers.items():
             if view not in failed:
-                _guard(failed, view, writer.add, view, group, magnitudes)
+                _guard(failed, view, writer.add, view, batch, magnitudes)
     return shapes
+
+
+def _batches(groups: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Groups in their order, small ones together: each call of a codec costs as much as some ten thousand elements."""
+    batch: dict[str, Tensor] = {}
+    size = 0
+    for group in groups:
+        batch |= group
+        size += sum(safetensors_io.nbytes(tensor) for tensor in group.values())
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = {}, 0
+    if batch:
+        yield batch
 
 
 def _guard[R](failed: dict[str, str], view: str, step: Callable[..., R], *args: object) -> R | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from motley_api.keys import VIEW_BF16, VIEW_FP8, VIEW_NVFP4
 from torch import Tensor
 
-from motley_weights.codecs import fp8, nvfp4
+from motley_weights.codecs import bits, fp8, nvfp4
 from motley_weights.codecs.modules import fusion_group, is_quantised
 from motley_weights.errors import CodecError, NonFiniteWeightsError
 
@@ -30,12 +29,12 @@ _NVFP4_SUFFIXES = (".weight_scale", ".weight_scale_2", ".input_scale")
 
 @dataclasses.dataclass(frozen=True)
 class ViewCodec:
-    """One view's two directions. `quantise(name, tensor, amax)`: amax is the largest magnitude over the fusion
-    group.
+    """One view's two directions. `quantise(tensors, amaxes)`: what is stored for each name; amax is the largest magnitude over
+    its fusion group.
     """
 
     view: str
-    quantise: Callable[[str, Tensor, float], dict[str, Tensor]]
+    quantise: Callable[[Mapping[str, Tensor], Sequence[float]], dict[str, dict[str, Tensor]]]
     dequantise: Callable[[str, Mapping[str, Tensor]], Tensor]
     scale_suffixes: tuple[str, ...] = ()  # of stored tensors that only describe another one
     k_multiple: int = 1  # what a quantised weight's input dimension must divide by
@@ -54,7 +53,8 @@ def encode(view: str, name: str, tensor_bf16: Tensor) -> dict[str, Tensor]:
 def encode_group(
     view: str, group: Mapping[str, Tensor], *, magnitudes: Mapping[str, float] | None = None
 ) -> dict[str, Tensor]:
-    """`encode` for several tensors at once; those of one fusion group among them share a tensor scale.
+    """`encode` for several tensors at once; those of one fusion group among them share a tensor scale. Small tensors are
+    cheaper together: each alone costs a tenth of a millisecond and more.
 
     magnitudes: `absolute_max` of each, when the caller already has it (it encodes the same tensors for several views).
     """
@@ -67,12 +67,11 @@ def encode_group(
     for name in group:
         key = fusion_group(name) or name
         shared[key] = max(shared.get(key, 0.0), magnitudes[name])
+    linear = {name: tensor for name, tensor in group.items() if is_quantised(name)}
+    quantised = chosen.quantise(linear, [shared[fusion_group(name) or name] for name in linear]) if linear else {}
     stored: dict[str, Tensor] = {}
     for name, tensor in group.items():
-        if is_quantised(name):
-            stored.update(chosen.quantise(name, tensor, shared[fusion_group(name) or name]))
-        else:
-            stored[name] = tensor
+        stored.update(quantised.get(name) or {name: tensor})
     return stored
 
 
@@ -108,12 +107,14 @@ def absolute_max(name: str, tensor: Tensor) -> float:
     """The largest magnitude of a tensor, in one pass; NonFiniteWeightsError for NaN or infinity, which would poison a
     whole block.
     """
-    if tensor.numel() == 0:
-        return 0.0
-    low, high = (bound.item() for bound in torch.aminmax(tensor))
-    if not (math.isfinite(low) and math.isfinite(high)):
-        raise NonFiniteWeightsError(f"{name}: must be finite, holds NaN or infinity (min {low}, max {high})")
-    return max(-low, high, 0.0)
+    if tensor.dtype != torch.bfloat16:
+        raise CodecError(f"{name}: dtype must be bfloat16, got {tensor.dtype}")
+    largest = bits.largest_magnitude(bits.words(tensor))
+    if largest >= bits.INFINITY:
+        raise NonFiniteWeightsError(
+            f"{name}: must be finite, holds {'infinity' if largest == bits.INFINITY else 'NaN'}"
+        )
+    return bits.value(largest)
 
 
 def _check_input(chosen: ViewCodec, name: str, tensor: Tensor) -> None:
@@ -149,17 +150,20 @@ def _part(stored: Mapping[str, Tensor], name: str, dtype: torch.dtype, shape: tu
     return tensor
 
 
-def _bf16_quantise(name: str, tensor: Tensor, amax: float) -> dict[str, Tensor]:
-    return {name: tensor}
+def _bf16_quantise(tensors: Mapping[str, Tensor], amaxes: Sequence[float]) -> dict[str, dict[str, Tensor]]:
+    return {name: {name: tensor} for name, tensor in tensors.items()}
 
 
 def _bf16_dequantise(name: str, stored: Mapping[str, Tensor]) -> Tensor:
     return _part(stored, name, torch.bfloat16, tuple(stored[name].shape)).to(torch.float32)
 
 
-def _fp8_quantise(name: str, tensor: Tensor, amax: float) -> dict[str, Tensor]:
-    codes, scale_inv = fp8.quantise(tensor)
-    return {name: codes, name + _SCALE_INV: scale_inv}
+def _fp8_quantise(tensors: Mapping[str, Tensor], amaxes: Sequence[float]) -> dict[str, dict[str, Tensor]]:
+    results = fp8.quantise(list(tensors.values()))
+    return {
+        name: {name: codes, name + _SCALE_INV: scale_inv}
+        for name, (codes, scale_inv) in zip(tensors, results, strict=True)
+    }
 
 
 def _fp8_dequantise(name: str, stored: Mapping[str, Tensor]) -> Tensor:
@@ -168,16 +172,20 @@ def _fp8_dequantise(name: str, stored: Mapping[str, Tensor]) -> Tensor:
     return fp8.dequantise(codes, _part(stored, name + _SCALE_INV, torch.float32, (fp8.blocks(n), fp8.blocks(k))))
 
 
-def _nvfp4_quantise(name: str, tensor: Tensor, amax: float) -> dict[str, Tensor]:
-    prefix = name.removesuffix(_WEIGHT)
-    scale_2 = nvfp4.tensor_scale(amax)
-    packed, scales = nvfp4.quantise(tensor, scale_2)
-    return {
-        name: packed,
-        f"{prefix}.weight_scale": scales,
-        f"{prefix}.weight_scale_2": scale_2,
-        f"{prefix}.input_scale": torch.tensor(UNCALIBRATED_INPUT_SCALE, dtype=torch.float32),
-    }
+def _nvfp4_quantise(tensors: Mapping[str, Tensor], amaxes: Sequence[float]) -> dict[str, dict[str, Tensor]]:
+    scales_2 = nvfp4.tensor_scales(amaxes)
+    stored: dict[str, dict[str, Tensor]] = {}
+    for i, (name, (packed, scales)) in enumerate(
+        zip(tensors, nvfp4.quantise(list(tensors.values()), scales_2), strict=True)
+    ):
+        prefix = name.removesuffix(_WEIGHT)
+        stored[name] = {
+            name: packed,
+            f"{prefix}.weight_scale": scales,
+            f"{prefix}.weight_scale_2": scales_2[i],
+            f"{prefix}.input_scale": torch.tensor(UNCALIBRATED_INPUT_SCALE, dtype=torch.float32),
+        }
+    return stored
 
 
 def _nvfp4_dequantise(name: str, stored: Mapping[str, Tensor]) -> Tensor:
