@@ -4,8 +4,22 @@ from __future__ import annotations
 
 import pytest
 from motley_local.testing import api_server, control_plane, full_namespace, local_cluster, namespace, pods_namespace
+from operator_world import api, cluster, operators, own_world, shared_operators, world
 
-__all__ = ["api_server", "control_plane", "full_namespace", "local_cluster", "namespace", "pods_namespace"]
+__all__ = [
+    "api",
+    "api_server",
+    "cluster",
+    "control_plane",
+    "full_namespace",
+    "local_cluster",
+    "namespace",
+    "operators",
+    "own_world",
+    "pods_namespace",
+    "shared_operators",
+    "world",
+]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

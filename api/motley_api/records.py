@@ -222,6 +222,7 @@ class GroupStep(msgspec.Struct, frozen=True, kw_only=True):
     view: str
     samples: int = 0  # trained on
     discarded: int = 0  # delivered, not trained on: stale, quarantined, infrastructure, no contrast
+    stale: int = 0  # of discarded: older than staleness.maxSteps
     infrastructure_failures: int = 0
     format_error_ends: int = 0
     turns: int = 0

@@ -366,7 +366,8 @@ def reads_text(reads: Mapping[str, str]) -> str:
 
 
 def rollout_reads(spec: RLRunSpec, urls: Urls) -> str:
-    return _digest([_set(spec.rollout), urls.router, urls.trainer])
+    rollout = spec.rollout
+    return _digest([rollout.sessions, rollout.workers, _set(rollout.template), urls.router, urls.trainer])
 
 
 def engine_hash(spec: SamplerGroupSpec) -> str:

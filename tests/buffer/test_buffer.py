@@ -153,6 +153,9 @@ def test_staleness_cap_discards_old_samples_at_assembly(bench_of):
     bench.deliver(works, version=0)  # served by an engine that ignored min_version
     assert bench.core.next_batch(2, waited_s=0.0) is None
     assert bench.core.db.counts().waiting_groups == 0
+    bench.deliver(bench.ask(sessions=8), version=1)
+    (tally,) = bench.core.next_batch(2, waited_s=0.0).tallies
+    assert (tally.discarded, tally.stale) == (8, 8)
 
 
 def test_quarantine_refuses_new_samples_and_discards_buffered_ones(bench):

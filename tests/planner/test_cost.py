@@ -187,6 +187,42 @@ def test_discarded_work_is_priced_beside_the_useful_work() -> None:
     assert found.discarded == Decimal("0.1")  # 2 samples x 100 turns x 0.0005
 
 
+def test_a_groups_dollars_are_useful_masked_stale_discarded_or_idle_and_nothing_else() -> None:
+    found = bill(
+        [
+            group_step(
+                "b300-nvfp4",
+                turns=1000,
+                samples=10,
+                discarded=4,
+                stale=1,
+                generated_tokens=80_000,
+                masked_tokens=2_000,
+            ),
+            group_step("h100-fp8", turns=0, samples=0, discarded=1),
+        ],
+        [rate("b300-nvfp4", 14_200), rate("h100-fp8", 7_900)],
+    )
+    b300, h100 = found.groups["b300-nvfp4"], found.groups["h100-fp8"]
+    # 0.0005 a turn, 100 turns a sample; 2,000 of 80,000 tokens had no weight
+    assert (b300.work, b300.masked) == (Decimal("0.5"), Decimal("0.0125"))
+    assert (b300.discarded, b300.stale) == (Decimal("0.2"), Decimal("0.05"))
+    # 3.95 / 7900 a turn; none of its own samples was trained on, so 100 turns as the step's samples took
+    assert (h100.work, h100.discarded, h100.stale) == (0, Decimal("0.05"), 0)
+    for part in (b300, h100):
+        assert part.work is not None
+        assert part.discarded is not None
+        assert part.idle is not None
+        assert part.work + part.discarded + part.idle == part.billed
+    assert found.groups["a100-bf16"].idle == found.groups["a100-bf16"].billed  # delivered nothing
+    assert (found.masked, found.stale) == (Decimal("0.0125"), Decimal("0.05"))
+    assert found.sampler == pytest.approx(sum(part.billed or 0 for part in found.groups.values()))
+
+
+def test_dollars_beyond_what_the_schema_holds_are_cut_and_never_refused() -> None:
+    assert cost.usd(Decimal(10) ** 12) == "999999999"
+
+
 def test_a_group_without_a_rate_leaves_the_work_price_unknown() -> None:
     found = bill(
         [group_step("b300-nvfp4", turns=1000, samples=10), group_step("h100-bf16", turns=500, samples=10)],

@@ -13,6 +13,7 @@ import pytest
 from motley_api import keys, records
 from motley_api.resources import RLRunStatus
 from motley_operator import manifests
+from motley_operator.planner import resize
 from motley_operator.planner.conditions import RUN_CONDITIONS
 from motley_operator.planner.model import Apply, Create, Delete, Object, Patch, Plan, PushFleet, Settings, Snapshot
 from motley_operator.planner.plan import plan
@@ -260,6 +261,33 @@ def test_a_spent_budget_stops_the_pods_and_says_what_it_cost() -> None:
     decided = plan(spent, at(3605))
     assert condition(decided, "WithinBudget") == ("False", "BudgetSpent")
     assert "has cost $60.2 of budget.usdTotal $60" in message(decided, "WithinBudget")
+
+
+def test_a_budget_is_told_then_stops_growth_then_pauses() -> None:
+    """The engines cost 10.20 an hour, the trainer 50: a cap of 602 lasts ten hours."""
+    movable = [study.group("h100-fp8", replicas=1, maxReplicas=3), study.group("b200-nvfp4", replicas=1)]
+    spec = study.run_spec(budget={"usdTotal": "602"})
+    seen = settle(replace(running(), spec=spec, groups=tuple(movable)), at(60))
+
+    def stage(hours: float) -> tuple[str, str]:
+        return condition(plan(seen, at(3600 * hours + 5)), "WithinBudget")
+
+    assert stage(7.9) == ("True", "Within")
+    assert stage(8.1) == ("False", "NearlySpent")
+    assert stage(9.1) == ("False", "NoGrowth")
+    assert stage(10.1) == ("False", "BudgetSpent")
+    told = plan(replace(seen, status=plan(seen, at(3600 * 8.1)).status or seen.status), at(3600 * 9.1))
+    assert [(event.type, event.reason) for event in told.events if "usdTotal" in event.message] == [
+        ("Warning", "NoGrowth")
+    ]
+
+    # The optimiser wants three engines; a person's replicas is one, and one is there.
+    chosen = resize.State("2026-10-13T12:00:00Z", {"h100-fp8": resize.Chosen(3, 1, 1, 3)})
+    fleet = seen.children["ConfigMap", "study-fleet"]
+    kept = {**fleet, "data": {**fleet["data"], resize.STATE_KEY: records.encode_json(chosen).decode()}}
+    decided = replace(seen, children={**seen.children, ("ConfigMap", "study-fleet"): kept})
+    assert replicas(settle(decided, at(3600 * 7)))["h100-fp8"] == 3
+    assert replicas(settle(decided, at(3600 * 9.1)))["h100-fp8"] == 1
 
 
 def test_a_job_that_failed_for_good_fails_the_run_with_its_pods_last_words() -> None:

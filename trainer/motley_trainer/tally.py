@@ -168,6 +168,7 @@ def _group_step(
         view=view,
         samples=len(members),
         discarded=tally.discarded,
+        stale=tally.stale,
         infrastructure_failures=tally.infrastructure_failures,
         format_error_ends=sum(s.trajectory.ended_by is EndedBy.FORMAT_ERRORS for s in members),
         turns=len(turns),

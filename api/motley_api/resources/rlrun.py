@@ -731,6 +731,18 @@ class Mismatch(Model):
     ) = None
 
 
+class GroupCost(Model):
+    """billedUSD = workPricedUSD + discardedUSD + idleUSD."""
+
+    step: Total
+    billed_usd: DecimalString | None = None
+    work_priced_usd: DecimalString | None = None
+    masked_usd: DecimalString | None = None
+    discarded_usd: DecimalString | None = None
+    stale_usd: DecimalString | None = None
+    idle_usd: DecimalString | None = None
+
+
 class GroupStatus(Model):
     name: Name
     gpu_type: GpuTypeName
@@ -788,15 +800,24 @@ class GroupStatus(Model):
         | None
     ) = None
     usd_per_million_tokens: DecimalString | None = None
+    step_cost: (
+        Annotated[GroupCost, Field(description="stepCost: the group's part of the newest step that is priced.")] | None
+    ) = None
 
 
 class Cost(Model):
     billed_usd: DecimalString | None = None
     work_priced_usd: DecimalString | None = None
+    masked_usd: (
+        Annotated[DecimalString, Field(description="maskedUSD: of workPricedUSD, tokens whose weight was 0.")] | None
+    ) = None
     sampler_usd: DecimalString | None = None
     trainer_usd: DecimalString | None = None
     idle_usd: DecimalString | None = None
     discarded_usd: DecimalString | None = None
+    stale_usd: (
+        Annotated[DecimalString, Field(description="staleUSD: of discardedUSD, samples that were too old.")] | None
+    ) = None
     baseline_usd: (
         Annotated[
             DecimalString,

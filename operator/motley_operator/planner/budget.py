@@ -7,6 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
+# Of budget.usdTotal: what is told, what stops growth; at the whole of it the run saves and its pods go.
+TOLD_AT, HELD_AT = Decimal("0.8"), Decimal("0.9")
+
+
+def spent_share(usd_total: str | None, billed_usd: str | None) -> Decimal | None:
+    """Of the total that was billed; None without a cap or without prices."""
+    if usd_total is None or billed_usd is None:
+        return None
+    cap = Decimal(usd_total)
+    return Decimal(billed_usd) / cap if cap else Decimal(1)
+
 
 @dataclass(frozen=True)
 class Want:

@@ -43,6 +43,8 @@ TOLD_AT_FIRST_SIGHT = frozenset(
         "QuotaExceeded",
     }
 )
+# Whose reasons are stages, each of them worth an Event.
+TOLD_BY_REASON = frozenset({"Succeeded", "WithinBudget"})
 MAX_MESSAGE = 2000
 
 
@@ -90,7 +92,7 @@ def merge(
 
 
 def flips(before: Sequence[Condition], found: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Findings worth an Event: the status flipped, or the summary's reason changed; nothing about becoming Unknown at first."""
+    """Findings worth an Event: the status flipped, or the reason where reasons are stages; nothing about becoming Unknown at first."""
     old = {condition.type: condition for condition in before}
     changed = []
     for finding in found:
@@ -99,7 +101,7 @@ def flips(before: Sequence[Condition], found: Iterable[Finding]) -> tuple[Findin
             if finding.event_type == "Warning" and finding.type in TOLD_AT_FIRST_SIGHT:
                 changed.append(finding)
         elif (previous.status != finding.status and finding.status != "Unknown") or (
-            finding.type == "Succeeded" and previous.reason != finding.reason
+            finding.type in TOLD_BY_REASON and previous.reason != finding.reason
         ):
             changed.append(finding)
     return tuple(changed)

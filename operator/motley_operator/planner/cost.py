@@ -23,6 +23,7 @@ from motley_operator.planner.model import PodView, microseconds
 
 HOUR_S = 3600
 CENTS = Decimal("0.000001")  # what status shows
+MOST_USD = Decimal("999999999")  # what a decimal string of the schema can say
 SETTLE = timedelta(seconds=5)  # a watch may be late: time is accounted once it is this old
 PriceKey = tuple[str, str]  # GPU type, capacity type
 
@@ -38,10 +39,10 @@ def add(*amounts: Decimal | None) -> Decimal | None:
 
 
 def usd(amount: Decimal | None) -> str | None:
-    """As status writes it: six decimals at most, plain."""
+    """As status writes it: six decimals at most, plain; no more than the schema holds."""
     if amount is None:
         return None
-    text = format(amount.quantize(CENTS), "f")
+    text = format(min(amount, MOST_USD).quantize(CENTS), "f")
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
@@ -219,6 +220,23 @@ def baseline_usd_per_hour(baseline: Baseline, prices: Mapping[PriceKey, Decimal]
 
 
 @dataclass(frozen=True)
+class GroupBill:
+    """What one group cost for one step; None is unknown. billed = work + discarded + idle."""
+
+    billed: Decimal | None  # pods x time
+    work: Decimal | None  # of the samples trained on
+    masked: Decimal | None  # of that, the tokens whose weight was 0
+    discarded: Decimal | None  # work that was delivered and not trained on
+    stale: Decimal | None  # of that, what was too old
+
+    @property
+    def idle(self) -> Decimal | None:
+        if self.billed is None or self.work is None or self.discarded is None:
+            return None
+        return max(Decimal(0), self.billed - self.work - self.discarded)
+
+
+@dataclass(frozen=True)
 class StepBill:
     """One optimizer step in dollars; None is unknown."""
 
@@ -228,15 +246,42 @@ class StepBill:
     sampler: Decimal | None
     trainer: Decimal | None
     work_priced: Decimal | None
+    masked: Decimal | None  # of work_priced, the tokens whose weight was 0
     idle: Decimal | None  # billed samplers less the work they did, useful or discarded
     discarded: Decimal | None  # work that was delivered and not trained on, beside work_priced
+    stale: Decimal | None  # of discarded, what was too old
     baseline: Decimal | None  # the same turns on the baseline
     baseline_billed: Decimal | None  # the baseline, sized to the fleet's sessions, for the same time
-    group_usd: Mapping[str, Decimal | None]  # billed
+    groups: Mapping[str, GroupBill]
 
     @property
     def billed(self) -> Decimal | None:
         return add(self.sampler, self.trainer)
+
+
+def group_bill(
+    group: records.GroupStep, rate: EngineRate | None, billed: Decimal | None, turns_per_sample: Decimal | None
+) -> GroupBill:
+    """turns_per_sample: of discarded samples, whose turns are not in the ledger: the group's own, else the step's."""
+    per_turn = rate.usd_per_turn if rate is not None else None
+
+    def priced(turns: Decimal | int | None) -> Decimal | None:
+        return Decimal(0) if turns == 0 else None if per_turn is None or turns is None else turns * per_turn
+
+    work = priced(group.turns)
+    per_sample = Decimal(group.turns) / group.samples if group.samples else turns_per_sample
+
+    def lost(samples: int) -> Decimal | None:
+        return priced(0 if samples == 0 else None if per_sample is None else samples * per_sample)
+
+    masked = Decimal(group.masked_tokens) / group.generated_tokens if group.generated_tokens else Decimal(0)
+    return GroupBill(
+        billed=billed,
+        work=work,
+        masked=None if work is None else work * min(Decimal(1), masked),
+        discarded=lost(group.discarded),
+        stale=lost(group.stale),
+    )
 
 
 def step_bill(
@@ -253,21 +298,19 @@ def step_bill(
     """Price one step that took [started, finished)."""
     trained = sum(group.samples for group in record.groups)
     turns = sum(group.turns for group in record.groups)
-    work: list[Decimal | None] = []
-    lost: list[Decimal | None] = []
-    for group in record.groups:
-        rate = rates.get(group.name)
-        per_turn = rate.usd_per_turn if rate is not None else None
-        if group.turns:
-            work.append(None if per_turn is None else group.turns * per_turn)
-        if group.discarded:
-            # Their turns are not in the ledger: as many each as the group's trained samples took, else as the step's.
-            own = (group.turns, group.samples) if group.samples else (turns, trained)
-            known = per_turn is not None and own[1] > 0
-            lost.append(group.discarded * per_turn * own[0] / own[1] if known and per_turn is not None else None)
     samplers = [pod for pod in pods if pod.role == keys.ROLE_SAMPLER]
+    reported = {group.name: group for group in record.groups}
+    bills = {
+        name: group_bill(
+            reported.get(name) or records.GroupStep(name=name, view=""),
+            rates.get(name),
+            billed_between((pod for pod in samplers if pod.group == name), started, finished, prices),
+            Decimal(turns) / trained if trained else None,
+        )
+        for name in sorted(reported.keys() | {pod.group for pod in samplers})
+    }
     sampler = billed_between(samplers, started, finished, prices)
-    work_priced, discarded = add(*work), add(*lost)
+    work_priced, discarded = (add(*(getattr(bill, part) for bill in bills.values())) for part in ("work", "discarded"))
     seconds = Decimal(microseconds(finished - started)) / 1_000_000
     on_baseline = baseline_usd_per_turn(baseline, prices, rates.values()) if baseline else None
     hourly = baseline_usd_per_hour(baseline, prices) if baseline else None
@@ -278,18 +321,17 @@ def step_bill(
         sampler=sampler,
         trainer=billed_between((pod for pod in pods if pod.role == keys.ROLE_TRAINER), started, finished, prices),
         work_priced=work_priced,
+        masked=add(*(bill.masked for bill in bills.values())),
         idle=None
         if sampler is None or work_priced is None or discarded is None
         else max(Decimal(0), sampler - work_priced - discarded),
         discarded=discarded,
+        stale=add(*(bill.stale for bill in bills.values())),
         baseline=None if on_baseline is None else on_baseline * turns,
         baseline_billed=None
         if hourly is None or baseline is None
         else hourly * seconds / HOUR_S * capacity_sessions / (baseline.engines * baseline.sessions_per_engine),
-        group_usd={
-            group.name: billed_between((pod for pod in samplers if pod.group == group.name), started, finished, prices)
-            for group in record.groups
-        },
+        groups=bills,
     )
 
 

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from decimal import Decimal
 
 from motley_api import records
-from motley_api.resources.rlrun import Baseline, RLRunStatus, StepCost, Totals
+from motley_api.resources.rlrun import Baseline, GroupCost, RLRunStatus, StepCost, Totals
 
 from motley_operator.planner import cost
 from motley_operator.planner.cost import EngineRate, PriceKey, StepBill
@@ -93,11 +93,29 @@ def step_cost(bill: StepBill) -> StepCost:
         sampler_usd=cost.usd(bill.sampler),
         trainer_usd=cost.usd(bill.trainer),
         work_priced_usd=cost.usd(bill.work_priced),
+        masked_usd=cost.usd(bill.masked),
         idle_usd=cost.usd(bill.idle),
         discarded_usd=cost.usd(bill.discarded),
+        stale_usd=cost.usd(bill.stale),
         baseline_usd=cost.usd(bill.baseline),
         baseline_billed_usd=cost.usd(bill.baseline_billed),
         saving_percent=percent(saving),
+    )
+
+
+def group_cost(bill: StepBill, name: str) -> GroupCost | None:
+    """One group's part of a step."""
+    part = bill.groups.get(name)
+    if part is None:
+        return None
+    return GroupCost(
+        step=bill.step,
+        billed_usd=cost.usd(part.billed),
+        work_priced_usd=cost.usd(part.work),
+        masked_usd=cost.usd(part.masked),
+        discarded_usd=cost.usd(part.discarded),
+        stale_usd=cost.usd(part.stale),
+        idle_usd=cost.usd(part.idle),
     )
 
 
@@ -110,8 +128,10 @@ COST_FIELDS = (
     "sampler_usd",
     "trainer_usd",
     "work_priced_usd",
+    "masked_usd",
     "idle_usd",
     "discarded_usd",
+    "stale_usd",
     "baseline_usd",
     "baseline_billed_usd",
 )
@@ -150,8 +170,10 @@ def totals(
     sums: dict[str, str | None] = {}
     for name, attribute in (
         ("work_priced_usd", "work_priced"),
+        ("masked_usd", "masked"),
         ("idle_usd", "idle"),
         ("discarded_usd", "discarded"),
+        ("stale_usd", "stale"),
         ("baseline_usd", "baseline"),
         ("baseline_billed_usd", "baseline_billed"),
     ):

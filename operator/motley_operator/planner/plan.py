@@ -131,7 +131,7 @@ def decide(seen: Snapshot, now: datetime) -> Decided:
     before = fleet_before(seen)
     conflicts = scaling.conflicts(seen, now)
     sized = resized(seen, now, life, verdict, rates, prices, per_engine, conflicts)
-    allotment = allot(seen, life, prices, sized.targets)
+    allotment = allot(seen, life, prices, held_targets(seen, sized.targets, totals))
     groups_now = capacities(seen, verdict, per_engine, allotment)
     short_of = short_of_minimum(seen, life, groups_now)
     if short_of:
@@ -321,6 +321,17 @@ def trainer_usd_per_hour(seen: Snapshot, prices: Mapping[cost.PriceKey, Decimal]
     trainer = seen.spec.trainer
     price = prices.get((trainer.gpu_type.value, trainer.capacity_type.value))
     return None if price is None else price * trainer.nodes * trainer.gpus_per_node
+
+
+def held_targets(seen: Snapshot, targets: Mapping[str, int], totals: Totals) -> Mapping[str, int]:
+    """Targets; near the end of budget.usdTotal no more than there is or a person asked for: the operator adds nothing by itself."""
+    share = budget.spent_share(seen.spec.budget.usd_total, totals.billed_usd)
+    if share is None or share < budget.HELD_AT:
+        return targets
+    return {
+        group.name: min(targets[group.name], max(existing_engines(seen, group.name), group.spec.replicas))
+        for group in seen.groups
+    }
 
 
 def allot(

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from motley_api import keys, records
 from motley_api.resources import GPU_TYPES, MIN_COMPUTE_CAPABILITY, RLRunStatus, SamplerGroupStatus
 from motley_api.resources.base import Condition
-from motley_api.resources.rlrun import Cost, Decision, GroupStatus, GuardAction, Mismatch
+from motley_api.resources.rlrun import Cost, Decision, GroupCost, GroupStatus, GuardAction, Mismatch
 
 from motley_operator import manifests, names
-from motley_operator.planner import guard, ledger, measured, placement, scaling, stock
+from motley_operator.planner import budget, guard, ledger, measured, placement, scaling, stock
 from motley_operator.planner.conditions import GROUP_CONDITIONS, RUN_CONDITIONS, Finding, merge
 from motley_operator.planner.lifecycle import (
     State,
@@ -155,6 +155,7 @@ def run_groups(seen: Snapshot, made: Decided) -> list[GroupStatus]:
                 turns_per_engine_hour=int(rate) if rate is not None and rate >= 1 else None,
                 usd_per_million_tokens=_usd_per_million(group.name, made)
                 or (before.usd_per_million_tokens if before else None),
+                step_cost=_group_cost(group.name, made) or (before.step_cost if before else None),
                 **_group_measures(latest.get(group.name), before),
             )
         )
@@ -199,10 +200,15 @@ def _usd_per_million(group: str, made: Decided) -> str | None:
     """Billed dollars of the group over the tokens that it generated, in the newest step that it has both for."""
     for bill, record in zip(reversed(made.bills), reversed(made.new_steps), strict=True):
         tokens = sum(item.generated_tokens for item in record.groups if item.name == group)
-        paid = bill.group_usd.get(group)
+        part = bill.groups.get(group)
+        paid = part.billed if part is not None else None
         if tokens and paid:
             return decimal(float(paid / tokens * 1_000_000))
     return None
+
+
+def _group_cost(group: str, made: Decided) -> GroupCost | None:
+    return ledger.group_cost(made.bills[-1], group) if made.bills else None
 
 
 def _pods(seen: Snapshot, group: str) -> list[PodView]:
@@ -407,6 +413,15 @@ def _budget(seen: Snapshot, made: Decided) -> Finding:
     limits = seen.spec.budget
     if limits.usd_total is not None and made.totals.billed_usd is None:
         return Finding("WithinBudget", "Unknown", "PriceMissing", "budget.usdTotal cannot be held to without prices")
+    spent = budget.spent_share(limits.usd_total, made.totals.billed_usd)
+    if spent is not None and spent >= budget.TOLD_AT:
+        held = spent >= budget.HELD_AT
+        text = (
+            f"over {100 * (budget.HELD_AT if held else budget.TOLD_AT):.0f}% of budget.usdTotal ${limits.usd_total} is spent; "
+            + ("no engine is added" if held else f"from {100 * budget.HELD_AT:.0f}% on no engine is added")
+            + ", and at the whole of it the run saves and its pods go: raise it in time"
+        )
+        return Finding("WithinBudget", "False", "NoGrowth" if held else "NearlySpent", text)
     if limits.usd_total is None and limits.usd_per_hour is None:
         return Finding("WithinBudget", "True", "NoBudget", "spec.budget sets no cap")
     return Finding("WithinBudget", "True", "Within", "under every cap of spec.budget")

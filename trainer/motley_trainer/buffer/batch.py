@@ -12,6 +12,7 @@ class GroupTally(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     view: str
     discarded: int = 0
+    stale: int = 0  # of discarded: too old
     infrastructure_failures: int = 0
 
 

@@ -29,7 +29,8 @@ create table if not exists trajectories (
     start_version integer not null, reward real, fate text, body blob);
 create index if not exists trajectories_by_work on trajectories (work);
 create table if not exists tallies (
-    grp text primary key, view text not null, discarded integer not null, infrastructure integer not null) without rowid;
+    grp text primary key, view text not null, discarded integer not null, infrastructure integer not null,
+    stale integer not null default 0) without rowid;
 create table if not exists batches (step integer primary key, waited_s real not null, tallies blob not null);
 create table if not exists steps (step integer primary key, record blob not null);
 create table if not exists evaluations (step integer primary key, record blob not null);
@@ -72,6 +73,10 @@ class BufferDb:
                 where = " ".join(problem.split())
                 raise BufferBrokenError(f"{path}: the trajectory buffer is damaged ({where}); {_MEND}")
             self._db.executescript(SCHEMA)
+            if "stale" not in {
+                row[1] for row in self._db.execute("pragma table_info(tallies)")
+            }:  # an earlier version's
+                self._db.execute("alter table tallies add column stale integer not null default 0")
             self._db.execute("create table if not exists owner (run_uid text not null)")
             owner = self._db.execute("select run_uid from owner").fetchone()
             if owner is None:
@@ -295,8 +300,10 @@ class BufferDb:
                 )
                 _tally(db, work)
             tallies = [
-                GroupTally(name=name, view=view, discarded=discarded, infrastructure_failures=failures)
-                for name, view, discarded, failures in db.execute("select * from tallies order by grp")
+                GroupTally(name=name, view=view, discarded=discarded, infrastructure_failures=failures, stale=stale)
+                for name, view, discarded, failures, stale in db.execute(
+                    "select grp, view, discarded, infrastructure, stale from tallies order by grp"
+                )
             ]
             db.execute("delete from tallies")
             db.execute("insert into batches values (?, ?, ?)", (step, waited_s, encode(tallies)))
@@ -432,9 +439,11 @@ def _drop_group(db: sqlite3.Connection, work: int) -> None:
 def _tally(db: sqlite3.Connection, work: int) -> None:
     """Counts what of a closed group is not trained on."""
     db.execute(
-        "insert into tallies select grp, view, sum(fate != 'trained'), sum(fate = 'infrastructure') from trajectories"
+        "insert into tallies (grp, view, discarded, infrastructure, stale) select grp, view, sum(fate != 'trained'),"
+        " sum(fate = 'infrastructure'), sum(fate = 'stale') from trajectories"
         " where work = ? and fate != 'trained' group by grp on conflict (grp) do update set"
-        " discarded = discarded + excluded.discarded, infrastructure = infrastructure + excluded.infrastructure",
+        " discarded = discarded + excluded.discarded, infrastructure = infrastructure + excluded.infrastructure,"
+        " stale = stale + excluded.stale",
         (work,),
     )
 
