@@ -57,6 +57,8 @@ ENV_SCRATCH = "MOTLEY_SCRATCH"  # an emptyDir: pulled views, sandboxes
 # A process that can never work as configured (no such model, no tasks) writes why to stderr, last, and exits with this code:
 # sysexits' EX_CONFIG. The trainer's Job is then failed at once, and the text becomes a condition.
 EXIT_CONFIG = 78
+# A sampler whose engine failed, or failed its proof again and again, ends with this code, and "<reason>: <why>" as its last line.
+EXIT_GAVE_UP = 3
 # A pod of the training gang that left after a save because it, or another pod of the gang, was asked to: 128 + SIGTERM. No failure.
 EXIT_STOPPED = 143
 

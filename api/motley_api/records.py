@@ -116,6 +116,10 @@ class TrajectoryAck(msgspec.Struct, frozen=True, kw_only=True):
     refused: dict[str, str] = {}  # id -> reason; never retried
 
 
+# Reasons of an engine that computes or reports something else than its view says; its tokens are refused.
+NOT_CONFORMANT = frozenset({"LoadFailed", "VersionMismatch", "CanaryFailed", "SupportMismatch", "ModeMismatch"})
+
+
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """What a sampler agent says of its engine: PUT /v1/engines/<id> on the router every second, and GET /motley/status.
 
@@ -129,7 +133,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     version: int  # advertised weights version; -1 before the first one passed its canary
     ready: bool  # conformant, applied, not draining
     draining: bool = False
-    reason: str = ""  # CamelCase, when not ready: Loading, CanaryFailed, ModeMismatch, ...
+    reason: str = ""  # CamelCase, when not ready: Loading, Draining, Hung, one of NOT_CONFORMANT, ...
     message: str = ""
     max_sessions: int = 1
     running: int = 0

@@ -48,7 +48,11 @@ async def serve(agent: Agent) -> int:
 
 def run(settings: Settings) -> int:
     async def main() -> int:
-        return await serve(build_agent(settings))
+        agent = build_agent(settings)
+        code = await serve(agent)
+        if code == keys.EXIT_GAVE_UP:  # alone and last: it becomes the group's condition
+            print(f"{agent.standing.reason}: {agent.standing.message}", file=sys.stderr, flush=True)
+        return code
 
     return asyncio.run(main())
 

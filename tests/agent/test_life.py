@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import inspect
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +16,11 @@ from agent.rig import TOKEN, Clock, Rig, publish
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from engine import tiny
-from motley_api.records import EngineState, Fleet, GroupShare
-from motley_sampler.agent import heartbeat
-from motley_sampler.agent.agent import EXIT_GAVE_UP
+from motley_api import keys
+from motley_api.records import NOT_CONFORMANT, EngineState, Fleet, GroupShare
+from motley_sampler import main
+from motley_sampler.agent import agent as agent_module
+from motley_sampler.agent import conformance, heartbeat
 from motley_sampler.agent.retirement import Retirement
 from motley_sampler.agent.sessions import SessionBook
 from motley_sampler.engines.protocol import EngineError
@@ -209,8 +213,17 @@ async def test_an_agent_that_gives_up_says_goodbye_too(make_rig: Callable[..., R
     async def goodbye() -> None:
         said.append("goodbye")
 
-    assert await asyncio.wait_for(rig.agent.run(goodbye), 30) == EXIT_GAVE_UP
+    assert await asyncio.wait_for(rig.agent.run(goodbye), 30) == keys.EXIT_GAVE_UP
     assert said == ["goodbye"]
+
+
+def test_what_an_agent_gave_up_on_is_its_last_line(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    rig = Rig(tmp_path, port=0)
+    publish(rig, 1)
+    monkeypatch.setattr(rig.engine, "failed", lambda: "out of memory")
+    monkeypatch.setattr(main, "build_agent", lambda settings: rig.agent)
+    assert main.run(rig.settings) == keys.EXIT_GAVE_UP
+    assert capsys.readouterr().err.splitlines()[-1] == "EngineFailed: out of memory"
 
 
 async def test_sessions_of_a_drained_engine_move_at_once_with_no_timeout_having_passed(
@@ -286,6 +299,17 @@ def test_only_ends_of_the_last_hour_count(tmp_path: Path) -> None:
     assert retirement.due()
     (tmp_path / "scratch/gave-up.json").write_text("[1, 2")
     assert not retirement.due()
+
+
+def test_every_reason_that_the_agent_refuses_a_version_with_is_one_that_the_operator_reads() -> None:
+    """Verdict's first argument, wherever it is made: the operator shows NOT_CONFORMANT in the group's condition."""
+    made: set[str] = set()
+    for module in (agent_module, conformance):
+        for call in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "Verdict":
+                assert isinstance(call.args[0], ast.Constant)
+                made.add(call.args[0].value)
+    assert made == {""} | NOT_CONFORMANT
 
 
 def test_the_session_book_is_bounded_and_forgets_the_oldest() -> None:

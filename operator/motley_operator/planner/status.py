@@ -599,15 +599,21 @@ def _conformant(seen: Snapshot, group: GroupView) -> Finding:
     engines = (
         [engine for engine in seen.router.engines if engine.group == group.name] if seen.router is not None else []
     )
+    failed = {
+        engine.id: (engine.reason, f"{engine.message or engine.reason} (log-prob mode {engine.logprob_mode})")
+        for engine in engines
+        if engine.reason in records.NOT_CONFORMANT
+    }
+    # One that gave up starts again and reports nothing of it; its last words stay until it serves.
+    for pod in _pods(seen, group.name):
+        reason = last_words(pod).partition(":")[0]
+        if pod.exit_code == keys.EXIT_GAVE_UP and reason in records.NOT_CONFORMANT and not pod.serves:
+            failed.setdefault(pod.name, (reason, f"gave up: {last_words(pod)}"))
+    if failed:
+        text = "; ".join(f"{name}: {words}" for name, (_, words) in sorted(failed.items())[:3])
+        return Finding("Conformant", "False", failed[min(failed)][0], text)
     if not engines:
         return Finding("Conformant", "Unknown", "NoEngines", "no engine of the group reports to the router")
-    failed = [engine for engine in engines if engine.reason in ("CanaryFailed", "ModeMismatch")]
-    if failed:
-        text = "; ".join(
-            f"{engine.id}: {engine.message or engine.reason} (log-prob mode {engine.logprob_mode})"
-            for engine in failed[:3]
-        )
-        return Finding("Conformant", "False", failed[0].reason, text)
     proven = [engine for engine in engines if engine.ready]
     if not proven:
         return Finding(

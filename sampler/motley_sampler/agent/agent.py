@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from motley_api import keys
 from motley_api.records import EngineState
 from motley_weights.errors import WeightsError
 
@@ -24,7 +25,7 @@ from motley_sampler.engines.protocol import BadRequest, Engine, EngineError, Jso
 
 log = logging.getLogger("motley.sampler")
 
-EXIT_OK, EXIT_GAVE_UP = 0, 3
+EXIT_OK = 0
 
 
 async def _nothing() -> None:
@@ -94,13 +95,14 @@ class Agent:
             while not self._leaving.is_set():
                 if (failure := self.engine.failed()) is not None:
                     log.error("event=engine_failed ends=%d reason=%r", self._retirement.gave_up(), failure)
-                    return EXIT_GAVE_UP
+                    self.standing.reason, self.standing.message = "EngineFailed", failure
+                    return keys.EXIT_GAVE_UP
                 await self.look()
                 standing = self.standing
                 if standing.failures >= self.settings.max_failures:
                     ends = self._retirement.gave_up()
                     log.error("event=gave_up ends=%d reason=%s message=%r", ends, standing.reason, standing.message)
-                    return EXIT_GAVE_UP
+                    return keys.EXIT_GAVE_UP
                 await self._pause(self.settings.retry_s if self.standing.failures else self.settings.poll_s)
             await self._drain()
             return EXIT_OK
