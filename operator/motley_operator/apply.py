@@ -174,7 +174,12 @@ async def write_status(
         },
         "status": wanted,
     }
-    cache.wrote(await kube.apply(manifest, subresource="status"), now)
+    try:
+        cache.wrote(await kube.apply(manifest, subresource="status"), now)
+    except ApiError as error:
+        if error.status != 404:  # it went meanwhile; the watch will say so
+            raise
+        return False
     return True
 
 

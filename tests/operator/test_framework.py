@@ -127,7 +127,7 @@ def test_any_other_error_of_a_watch_ends_the_process_which_is_started_anew(
     own_world: World, proxy: ApiProxy, operators: Operators, behind: subprocess.Popen[bytes]
 ) -> None:
     eventually(lambda: proxy.end_watches("pods", INTERNAL), "a watch of pods")
-    assert behind.wait(timeout=60) == 1
+    assert behind.wait(timeout=150) == 1
     assert "event=part_ended part=watch" in operators.logs()
     again = operators.start(env={"KUBECONFIG": str(proxy.kubeconfig_path)})
     own_world.apply(own_world.manifest())
