@@ -127,9 +127,9 @@ def figures(alarms: Sequence[Alarm]) -> Figures:
 
 
 CANDIDATES = tuple(
-    Guard(kl_growth=growth, early_steps=early, patience_steps=patience)
-    for growth in ("2", "2.5", "3", "4")
-    for early in (3, 5, 7)
+    Guard(kl_growth=growth, out_of_range_ceiling_percent=ceiling, patience_steps=patience)
+    for growth in ("2", "3", "4")
+    for ceiling in ("4", "5", "6", "100")
     for patience in (1, 2, 3)
 )
 
@@ -151,7 +151,7 @@ def leave_one_seed_out(alarms: Mapping[int, Mapping[int, Sequence[Alarm]]]) -> l
         one = CANDIDATES[place]
         return (
             abs(math.log(float(one.kl_growth) / float(default.kl_growth)))
-            + abs(math.log(one.early_steps / default.early_steps))
+            + abs(math.log(float(one.out_of_range_ceiling_percent) / float(default.out_of_range_ceiling_percent)))
             + abs(math.log(one.patience_steps / default.patience_steps)),
             place,
         )

@@ -221,7 +221,7 @@ def held_out_table(found: Sequence[HeldOut]) -> str:
     rows = [
         [
             str(item.seed),
-            f"{item.chosen.kl_growth} / {item.chosen.early_steps} / {item.chosen.patience_steps}",
+            f"{item.chosen.kl_growth} / {item.chosen.out_of_range_ceiling_percent} / {item.chosen.patience_steps}",
             f"{item.found.paused_in_time} of {item.found.collapsing}",
             f"{item.found.warned_in_time} of {item.found.collapsing}",
             f"{item.found.false_pauses} of {item.found.steady}",
@@ -231,7 +231,7 @@ def held_out_table(found: Sequence[HeldOut]) -> str:
     ]
     header = [
         "seed left out",
-        "best on the others: klGrowth / earlySteps / patienceSteps",
+        "best on the others: klGrowth / outOfRangeCeilingPercent / patienceSteps",
         "its collapses paused before the fall",
         "warned before it",
         "its steady runs paused",

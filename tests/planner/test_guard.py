@@ -113,6 +113,16 @@ def test_a_ramp_without_end_ends() -> None:
     assert [verdict.healthy for verdict in verdicts][35:37] == [None, True]
 
 
+def test_a_run_that_was_far_out_from_its_start_is_paused_without_growth() -> None:
+    # 4% of tokens early and 5.5% from step 6 on: 1.4 times, and above the ceiling of 5%. Healthy runs of the study showed 0.3%
+    outside = [records.Ratio(0.04, 1.0)] * 5 + [records.Ratio(0.055, 1.0)] * 4
+    steps = [study.step(number, out_of_range=share) for number, share in enumerate(outside, 1)]
+    verdicts = follow(steps, Guard())
+    assert first_step(verdicts, GuardAction.PAUSE) == 8
+    assert "out-of-range tokens 5.5% (limit 5%)" in verdicts[7].message
+    assert first_step(follow(steps, Guard(out_of_range_ceiling_percent="6")), GuardAction.WARN) is None
+
+
 def test_the_tail_ratio_of_an_uncorrected_run_pauses_it_within_a_few_steps() -> None:
     """The study's SC alone: 1.2 -> 52 from step 33 on, noticed by a person nine hours later."""
     tails = [1.2] * 32 + [1.2 + 2.4 * number for number in range(1, 20)]

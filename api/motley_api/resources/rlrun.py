@@ -646,6 +646,13 @@ class Guard(Model):
             description='outOfRangeFloorPercent: share of tokens below which its growth raises nothing. Default: "1".'
         ),
     ] = "1"
+    out_of_range_ceiling_percent: Annotated[
+        DecimalString,
+        Field(
+            description="outOfRangeCeilingPercent: share of tokens that raises it whatever the early level: many times what a healthy"
+            ' run shows. Default: "5".'
+        ),
+    ] = "5"
     early_steps: Annotated[
         int, Field(ge=1, le=1000, description="earlySteps: first steps that set the early level. Default: 5.")
     ] = 5

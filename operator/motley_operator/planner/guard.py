@@ -3,7 +3,7 @@
 What predicts a collapse is that the mismatch grows, not that it is large: a mixed fleet's KL is a few times a homogeneous one's
 with the same result. So every signal is compared with its own early level, that of the first `earlySteps` steps after the
 ramp: an asynchronous run starts without lag, and while its samples become as stale as they will be, the mismatch grows manyfold
-whatever the policy does.
+whatever the policy does. A run that drifts from its start has no healthy early level; a ceiling on out-of-range tokens is for it.
 
 Steps in a row above a threshold (`patienceSteps` = p) lead to
     a group:  p: throttled (half its share)   2p: quarantined (no sessions, its samples are refused)
@@ -147,6 +147,7 @@ class Thresholds:
     entropy_fall: float
     kl_floor: float
     out_of_range_floor: float
+    out_of_range_ceiling: float
     early_steps: int
     patience_steps: int
 
@@ -160,6 +161,7 @@ class Thresholds:
             entropy_fall=float(guard.entropy_fall),
             kl_floor=float(guard.kl_floor),
             out_of_range_floor=float(guard.out_of_range_floor_percent) / 100,
+            out_of_range_ceiling=float(guard.out_of_range_ceiling_percent) / 100,
             early_steps=guard.early_steps,
             patience_steps=guard.patience_steps,
         )
@@ -193,11 +195,14 @@ def alarms(level: Level, start: Level, limits: Thresholds) -> tuple[str, ...]:
             f"tail ratio {mean(level.tail_ratio):.4g} against {mean(start.tail_ratio):.4g} early"
             f" (limit {limits.tail_ratio:g}x)"
         )
+    outside, before = mean(level.out_of_range), mean(start.out_of_range)
     if _grown(level.out_of_range, start.out_of_range, limits.out_of_range_growth, limits.out_of_range_floor):
-        now, before = 100 * (mean(level.out_of_range) or 0), 100 * (mean(start.out_of_range) or 0)
         found.append(
-            f"out-of-range tokens {now:.3g}% against {before:.3g}% early (limit {limits.out_of_range_growth:g}x)"
+            f"out-of-range tokens {100 * (outside or 0):.3g}% against {100 * (before or 0):.3g}% early"
+            f" (limit {limits.out_of_range_growth:g}x)"
         )
+    elif outside is not None and outside >= limits.out_of_range_ceiling:
+        found.append(f"out-of-range tokens {100 * outside:.3g}% (limit {100 * limits.out_of_range_ceiling:g}%)")
     errors = mean(level.format_errors)
     if errors is not None and errors >= limits.format_errors:
         found.append(f"{100 * errors:.3g}% of episodes ended by format errors (limit {100 * limits.format_errors:g}%)")
