@@ -173,3 +173,65 @@ def test_a_pod_of_nobody_is_none_of_ours() -> None:
     other = pod()
     other["metadata"]["labels"] = {}
     assert pod_view(other, NOW) is None
+
+
+def config(name: str, version: int) -> dict[str, Any]:
+    return {
+        "kind": "ConfigMap",
+        "metadata": {
+            "namespace": "ns",
+            "name": name,
+            "uid": name,
+            "resourceVersion": str(version),
+            "creationTimestamp": "2026-10-13T11:00:00Z",
+            "labels": {keys.RUN_LABEL: "demo"},
+            "managedFields": [{"manager": "motley-operator", "fieldsV1": {"f:data": {}}}],
+            "annotations": {"kubectl.kubernetes.io/last-applied-configuration": "{}"},
+        },
+        "data": {"key": "value of " + "many"},
+    }
+
+
+def test_what_we_wrote_and_no_watch_has_shown_is_the_silence_of_that_watch(cache: Cache) -> None:
+    """Paused, or dead while its connection stands: nothing else would tell."""
+    cache.heard("ConfigMap", "98")
+    cache.wrote(config("a", 99), NOW)
+    later = NOW + timedelta(seconds=40)
+    assert cache.silence(later) == {"ConfigMap": timedelta(seconds=40)}
+    cache.wrote(config("a", 120), later)
+    assert cache.silence(later) == {"ConfigMap": timedelta(seconds=40)}  # it counts from the first
+    cache.heard("ConfigMap", "100")
+    assert cache.silence(later) == {}
+
+
+def test_a_write_that_changed_nothing_is_owed_by_nobody(cache: Cache) -> None:
+    cache.heard("ConfigMap", "99")
+    cache.wrote(config("a", 99), NOW)
+    assert cache.silence(NOW) == {}
+
+
+def test_resource_versions_are_numbers_not_words(cache: Cache) -> None:
+    cache.heard("ConfigMap", "1000")
+    cache.wrote(config("a", 999), NOW)
+    assert cache.silence(NOW) == {}
+
+
+def test_each_change_gives_a_run_another_number_and_a_run_that_came_again_an_own_one(cache: Cache) -> None:
+    cache.put(pod(version=1), NOW)
+    first = cache.version(KEY)
+    cache.put(pod(version=2), NOW)  # only its resourceVersion moved
+    assert cache.version(KEY) == first
+    cache.put(pod(version=3, phase="Failed"), NOW)
+    second = cache.version(KEY)
+    cache.drop(pod(version=4), NOW)
+    assert cache.version(KEY) == 0
+    cache.put(pod(version=5, uid="u2"), NOW)
+    assert len({first, second, cache.version(KEY), 0}) == 4
+
+
+def test_nothing_that_nobody_reads_is_kept_and_what_repeats_is_kept_once(cache: Cache) -> None:
+    cache.put(config("a", 1), NOW)
+    cache.put(config("b", 2), NOW)
+    one, other = cache.of_run(KEY, "ConfigMap")
+    assert set(one["metadata"]) == {"namespace", "name", "uid", "resourceVersion", "creationTimestamp", "labels"}
+    assert one["data"]["key"] is other["data"]["key"]
