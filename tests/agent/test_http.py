@@ -14,6 +14,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient
 from engine import tiny
 from motley_api.records import EngineState
+from motley_sampler.agent.http import make_app
+from motley_sampler.keepalive import late_failure
 
 Client = TestClient[web.Request, web.Application]
 
@@ -30,6 +32,7 @@ async def test_a_request_for_newer_weights_is_409_with_the_served_version(make_r
     rig, client = await _serving(make_rig)
     refused = await client.post("/generate", json=tiny.body(tiny.prompt(5)), headers=generate_headers(6))
     assert (refused.status, (await refused.json())["version"]) == (409, 5)
+    assert refused.headers["Retry-After"] == "1"  # it follows the pointer, and will have it
     served = await client.post("/generate", json=tiny.body(tiny.prompt(5)), headers=generate_headers(5))
     assert served.status == 200
     assert served.headers["X-Motley-Version"] == "5"
@@ -143,6 +146,56 @@ async def test_a_stream_is_server_sent_events_that_end_with_done(make_rig: Calla
     assert last["meta_info"]["end_version"] == 5
     refused = await client.post("/generate", json={**tiny.body([]), "stream": True})
     assert refused.status == 400
+    await client.close()
+
+
+async def _slowly(make_rig: Callable[..., Rig]) -> tuple[Rig, Client]:
+    """An agent that shows a sign of life every 20 ms, before an engine that is paused."""
+    rig, client = await _serving(make_rig)
+    await client.close()
+    client = await rig.client_for(make_app(rig.agent, keep_alive_s=0.02))
+    await client.post("/pause_generation")
+    return rig, client
+
+
+async def test_a_long_reply_is_kept_alive_by_spaces_and_stays_valid_json(make_rig: Callable[..., Rig]) -> None:
+    _, client = await _slowly(make_rig)
+    answer = await client.post("/generate", json=tiny.body(tiny.prompt(5), 4))
+    early = await answer.content.readexactly(3)
+    await client.post("/continue_generation")
+    body = early + await answer.content.read()
+    assert (answer.status, answer.content_type, early) == (200, "application/json", b"   ")
+    assert len(json.loads(body)["output_ids"]) == 4
+    assert json.loads(body)["meta_info"]["end_version"] == 5
+    await client.close()
+
+
+async def test_a_stream_is_kept_alive_by_comments_also_before_its_first_token(make_rig: Callable[..., Rig]) -> None:
+    _, client = await _slowly(make_rig)
+    answer = await client.post("/generate", json={**tiny.body(tiny.prompt(5), 4), "stream": True})
+    assert await answer.content.readuntil(b"\n\n") == b": keep-alive\n\n"
+    await client.post("/continue_generation")
+    events = [line for line in (await answer.text()).split("\n\n") if line and not line.startswith(":")]
+    assert events[-1] == "data: [DONE]"
+    assert len(json.loads(events[-2].removeprefix("data: "))["output_ids"]) == 4
+    await client.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failure_after_a_sign_of_life_is_told_in_the_body(make_rig: Callable[..., Rig], stream: bool) -> None:
+    rig, client = await _slowly(make_rig)
+    answer = await client.post("/generate", json={**tiny.body(tiny.prompt(5), 4), "stream": stream})
+    await answer.content.readexactly(1)
+    rig.agent.standing.proven.clear()
+    rig.agent.standing.reason, rig.agent.standing.message = "CanaryFailed", "differs"
+    await client.post("/continue_generation")
+    text = await answer.text()
+    told = text.split("data: ")[1] if stream else text
+    assert answer.status == 200
+    want = {"message": "CanaryFailed: tokens drawn from an unproven version are void", "code": 503}
+    assert json.loads(told)["error"] == want
+    if not stream:
+        assert late_failure(text.encode()) == (503, want["message"])
     await client.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,12 @@ def call(command: str) -> str:
 
 def solve(session: str, turn: int, body: dict[str, Any]) -> Any:
     return call(("cat start", "echo yes > done", "submit")[turn])
+
+
+def late(code: int, message: str) -> web.Response:
+    """A failure after keep-alive bytes, which had committed the status."""
+    body = b"   " + json.dumps({"error": {"message": message, "code": code}}).encode()
+    return web.Response(body=body, content_type="application/json")
 
 
 def failing_at(turn_to_fail: int, times: int, response: Any) -> Any:
@@ -43,6 +50,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (lambda: web.Response(status=503, headers={"Retry-After": "0.05"}), "Unavailable"),
         (lambda: web.Response(status=500, text="boom"), "Unavailable"),
+        (lambda: late(503, "CanaryFailed"), "Unavailable"),
         (lambda: web.Response(text="<html>not json"), "BadReply"),
         (lambda: web.json_response({"output_ids": [], "meta_info": {"finish_reason": {"type": "stop"}}}), "BadReply"),
         (lambda: web.json_response({"meta_info": {"finish_reason": {"type": "abort", "message": "x"}}}), "BadReply"),
@@ -95,8 +103,13 @@ async def test_an_engine_that_goes_on_failing_is_given_up(world: Any, settings: 
     assert len(world.engine.requests) == 12
 
 
-async def test_a_request_that_the_engine_refuses_is_not_repeated(world: Any, settings: Any, start: Any) -> None:
-    world.engine.script = lambda session, turn, body: web.Response(status=400, text="top_k must be ...")
+@pytest.mark.parametrize(
+    "refusal", [lambda: web.Response(status=400, text="top_k must be ..."), lambda: late(400, "top_k must be ...")]
+)
+async def test_a_request_that_the_engine_refuses_is_not_repeated(
+    world: Any, settings: Any, start: Any, refusal: Any
+) -> None:
+    world.engine.script = lambda session, turn, body: refusal()
     async with start(settings):
         world.deal()
         [episode] = await world.delivered("0/0")

@@ -341,6 +341,19 @@ async def test_a_refusal_after_keep_alive_bytes_is_told_in_the_body(stage_of: St
     assert "too late" in error["message"]
 
 
+async def test_a_failure_that_an_engine_tells_late_has_its_status_while_the_proxy_has_sent_nothing(stage: Any) -> None:
+    engine = await stage.engine("e1")
+    await stage.fleet(g=1000)
+
+    async def fails_late(request: web.Request, body: dict[str, Any]) -> web.Response:
+        return web.Response(body=b'  {"error": {"message": "support too large", "code": 400}}')
+
+    engine.script = fails_late
+    status, answer = await stage.call("POST", "/generate", {"input_ids": [1]})
+    assert (status, answer["error"]["type"]) == (400, "EngineRefused")
+    assert "support too large" in answer["message"]
+
+
 async def test_an_agent_that_hangs_up_frees_its_engine(stage: Any) -> None:
     engine = await stage.engine("e1")
     await stage.fleet(g=1000)

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -17,18 +17,18 @@ from motley_api import keys, records
 from motley_sampler.agent import metrics
 from motley_sampler.agent.agent import Agent
 from motley_sampler.engines.protocol import BadRequest, EngineError, Json, Unavailable, parse_json
+from motley_sampler.keepalive import KEEP_ALIVE_S, failure_body
 
 log = logging.getLogger("motley.sampler")
 VERSION_HEADER = "X-Motley-Version"
 OPEN_PATHS = ("/health", "/metrics", "/motley/alive")  # what probes and scrapers ask, and nothing of the run in it
-KEEP_ALIVE_S = 15.0  # of a stream in which nothing happens
 
 
-def make_app(agent: Agent) -> web.Application:
+def make_app(agent: Agent, *, keep_alive_s: float = KEEP_ALIVE_S) -> web.Application:
     app = web.Application(
         middlewares=[_errors, _authorise(agent.settings.token)], client_max_size=agent.settings.body_bytes
     )
-    routes = _Routes(agent)
+    routes = _Routes(agent, keep_alive_s)
     app.add_routes(
         [
             web.get("/health", routes.health),
@@ -99,8 +99,8 @@ async def _body(request: web.Request, limit: int) -> Json:
 
 
 class _Routes:
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, agent: Agent, keep_alive_s: float) -> None:
+        self._agent, self._keep_alive_s = agent, keep_alive_s
 
     # --- generation -----------------------------------------------------------------------------------------------
 
@@ -114,40 +114,66 @@ class _Routes:
             body["session_id"] = session
         too_old = agent.admit(session, _min_version(request))
         if too_old is not None:
-            return _error(409, f"weights version {too_old} is served, the request needs a newer one", version=too_old)
+            message = f"weights version {too_old} is served, the request needs a newer one"
+            return _error(409, message, {"Retry-After": "1"}, version=too_old)
         agent.in_flight += 1
         began_s = time.monotonic()
         try:
-            answer = await (self._streamed(request, body) if body.get("stream") is True else self._whole(body))
+            answer = await (self._streamed if body.get("stream") is True else self._whole)(request, body)
             agent.standing.turn_took(time.monotonic() - began_s)
             return answer
         finally:
             agent.in_flight -= 1
             agent.admit_again(session)
 
-    async def _whole(self, body: Json) -> web.Response:
+    async def _whole(self, request: web.Request, body: Json) -> web.StreamResponse:
+        """One JSON body, with spaces before it while it takes long."""
+        work = asyncio.ensure_future(self._released(body))
+        response: web.StreamResponse | None = None
+        try:
+            while not (await asyncio.wait([work], timeout=self._keep_alive_s))[0]:
+                if response is None:
+                    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+                    await response.prepare(request)
+                await response.write(b" ")
+            if response is None:
+                return _json(work.result(), headers={VERSION_HEADER: str(self._agent.standing.version)})
+            try:
+                told = msgspec.json.encode(work.result())
+            except EngineError as error:
+                told = failure_body(error.status, str(error))
+            await response.write(told)
+            await response.write_eof()
+            return response
+        finally:
+            work.cancel()
+
+    async def _released(self, body: Json) -> object:
         agent, lineage = self._agent, self._agent.standing.lineage
         reply = await agent.engine.generate(body)
         if isinstance(reply, list):
-            released: object = [await agent.release(one, lineage) for one in reply]
-        else:
-            released = await agent.release(reply, lineage)
-        return _json(released, headers={VERSION_HEADER: str(agent.standing.version)})
+            return [await agent.release(one, lineage) for one in reply]
+        return await agent.release(reply, lineage)
 
     async def _streamed(self, request: web.Request, body: Json) -> web.StreamResponse:
-        """Server-sent events. Until the first token nothing is sent, so that a refusal still has its status."""
+        """Server-sent events. Until the first token, or the first sign of life in its place, nothing is sent, so that a
+        refusal still has its status."""
         agent, lineage = self._agent, self._agent.standing.lineage
-        chunks = agent.engine.stream(body)
-        first = await agent.release(await anext(chunks), lineage)
+        chunks = _or_silence(agent.engine.stream(body), self._keep_alive_s)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        response.headers[VERSION_HEADER] = str(agent.standing.version)
-        await response.prepare(request)
-        await response.write(_event(first))
         try:
-            async for chunk in _with_keep_alive(chunks, response):
-                await response.write(_event(await agent.release(chunk, lineage)))
+            async for chunk in chunks:
+                event = b": keep-alive\n\n" if chunk is None else _event(await agent.release(chunk, lineage))
+                if not response.prepared:
+                    response.headers[VERSION_HEADER] = str(agent.standing.version)
+                    await response.prepare(request)
+                await response.write(event)
         except EngineError as error:
-            await response.write(_event({"error": {"message": str(error), "code": error.status}}))
+            if not response.prepared:
+                raise
+            await response.write(b"data: " + failure_body(error.status, str(error)) + b"\n\n")
+        finally:
+            await chunks.aclose()
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -265,14 +291,14 @@ def _event(content: object) -> bytes:
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
-async def _with_keep_alive(chunks: AsyncIterator[Json], response: web.StreamResponse) -> AsyncIterator[Json]:
-    """Passes chunks on; a comment goes out when none came for a while, so that no middlebox cuts the stream."""
+async def _or_silence(chunks: AsyncIterator[Json], silence_s: float) -> AsyncGenerator[Json | None]:
+    """Passes chunks on; None whenever none came for so long."""
     upcoming = asyncio.ensure_future(anext(chunks, None))
     try:
         while True:
-            done, _ = await asyncio.wait([upcoming], timeout=KEEP_ALIVE_S)
+            done, _ = await asyncio.wait([upcoming], timeout=silence_s)
             if not done:
-                await response.write(b": keep-alive\n\n")
+                yield None
                 continue
             chunk = upcoming.result()
             if chunk is None:

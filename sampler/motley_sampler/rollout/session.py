@@ -23,6 +23,7 @@ from motley_api import keys
 from motley_api.records import Lease, LeaseRequest
 from yarl import URL
 
+from motley_sampler.keepalive import late_failure
 from motley_sampler.rollout.reply import Reply, ReplyError, parse_generate
 from motley_sampler.rollout.settings import Sampling
 
@@ -210,20 +211,23 @@ class Session:
                 f"{self._engine_url}/generate", data=msgspec.json.encode(body), headers=headers, timeout=timeout
             ) as response:
                 content = await response.read()
-                if response.status == 200:
-                    return content
-                told = content[:300].decode(errors="replace")
+                status, told = response.status, content[:300].decode(errors="replace")
+                if status == 200:
+                    failure = late_failure(content)
+                    if failure is None:
+                        return content
+                    status, told = failure
                 wait_s = _retry_after_s(response)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             self.fabric.retried("Unreachable")
             reached = not isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError))
             detail = f"{engine}: {error or type(error).__name__}"
             raise _RetryError(detail, engine=engine, reached=reached) from error
-        detail = f"{engine} answered {response.status}: {told}"
-        if response.status == 409:  # it has not loaded the wanted weights yet, and will
+        detail = f"{engine} answered {status}: {told}"
+        if status == 409:  # it has not loaded the wanted weights yet, and will
             self.fabric.retried("VersionBehind")
             raise _RetryError(detail, engine="", wait_s=wait_s or 1.0, counts=False)
-        if response.status in (408, 429) or response.status >= 500:
+        if status in (408, 429) or status >= 500:
             self.fabric.retried("Unavailable")
             raise _RetryError(detail, engine=engine, wait_s=wait_s)
         raise SessionError(SessionFailure.ENGINE_REFUSED, detail)

@@ -24,6 +24,7 @@ from aiohttp import web
 from motley_api import keys
 from motley_api.records import Lease
 
+from motley_sampler.keepalive import late_failure
 from motley_sampler.router import placement
 from motley_sampler.router.server import Router
 from motley_sampler.router.wire import RequestError, decode, log, read_body
@@ -291,14 +292,16 @@ class Proxy:
                     if piece := translator.piece(chunk):
                         await reply.write(piece, status=200, headers=passed)
                 return await reply.finish(translator.end(), status=200, headers=passed)
-            if upstream.status == 200:
+            failure = late_failure(raw) if upstream.status == 200 else None
+            status = failure[0] if failure else upstream.status
+            if status == 200:
                 return await reply.finish(translator.whole(raw), status=200, headers=passed)
-            if upstream.status == 503 and self._moved_off(lease):
+            if status == 503 and self._moved_off(lease):
                 raise EngineLeftError
-            if reply.begun:
-                message = raw[:2000].decode("utf-8", "replace")
-                raise RequestError(upstream.status, "EngineRefused", f"engine {lease.engine}: {message}")
-            return await reply.finish(raw, status=upstream.status, headers=passed)
+            if reply.begun or failure:
+                message = failure[1] if failure else raw[:2000].decode("utf-8", "replace")
+                raise RequestError(status, "EngineRefused", f"engine {lease.engine}: {message}")
+            return await reply.finish(raw, status=status, headers=passed)
 
     async def _send(
         self, lease: Lease, body: bytes, headers: dict[str, str]

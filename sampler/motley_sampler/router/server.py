@@ -26,6 +26,7 @@ from aiohttp import web
 from motley_api import keys
 from motley_api.records import EngineState, Fleet, Lease, LeaseRequest
 
+from motley_sampler.keepalive import KEEP_ALIVE_S
 from motley_sampler.router import wire
 from motley_sampler.router.metrics import CONTENT_TYPE, Metrics
 from motley_sampler.router.placement import Limits, Move, Refusal
@@ -50,7 +51,7 @@ class Settings:
     # The proxy.
     proxy_ttl_s: float = 3600.0
     """A session known only by its routing key ends after this long without a request."""
-    keep_alive_s: float = 15.0
+    keep_alive_s: float = KEEP_ALIVE_S
     """A proxied reply that is silent for this long gets a byte, so that no middlebox drops it."""
     connect_s: float = 5.0
     watch_s: float = 1.0

@@ -36,6 +36,29 @@ PROBE_TIMEOUT_S = 30.0  # SGLang itself gives a health check 20 s
 STOP_GRACE_S = 20.0
 
 
+class Labels:
+    """Version spans for replies that SGLang sends without: parts of a stream before the last, and what was aborted in its queue.
+
+    A token counts as of the newest version that it may be of: one that is not proven yet is held back until it is.
+    """
+
+    def __init__(self, version: int) -> None:
+        self._spans: list[tuple[int, int, int]] = [(version, 0, 0)]
+
+    def put_on(self, reply: Json, version: int) -> None:
+        """version: that the server computes with, or is about to, when the reply arrives."""
+        meta, count = reply["meta_info"], len(reply.get("output_ids") or ())
+        newest, start, end = self._spans[-1]
+        if version == newest:
+            self._spans[-1] = (newest, start, count)
+        elif end == start:  # nothing came of the version before
+            self._spans[-1] = (version, start, count)
+        else:
+            self._spans.append((version, end, count))
+        if "weight_versions" not in meta:
+            meta["weight_versions"] = [{"version": str(v), "start": a, "end": b} for v, a, b in self._spans]
+
+
 class SglangEngine:
     """One server. `arguments(folder, version)` renders its command line."""
 
@@ -179,18 +202,21 @@ class SglangEngine:
     # --- requests -------------------------------------------------------------------------------------------------
 
     async def generate(self, body: Json, *, counted: bool = True) -> Json | list[Json]:
+        labels = Labels(self._version)
         found: Json | list[Json] = await self._ask("POST", "/generate", self._outgoing(body))
         self._progressed()
         replies: list[Json] = found if isinstance(found, list) else [found]
-        if counted:
-            for reply in replies:
+        for reply in replies:
+            labels.put_on(reply, self._version)
+            if counted:
                 self._count(reply["meta_info"])
         return found
 
     async def stream(self, body: Json) -> AsyncIterator[Json]:
         async with self._open("POST", "/generate", {**self._outgoing(body), "stream": True}) as answer:
             last: Json = {}
-            async for line in answer.content:
+            labels = Labels(self._version)
+            async for line in _lines(answer.content):
                 data = line.strip().removeprefix(b"data:").strip()
                 if not data or data == b"[DONE]":
                     continue
@@ -198,6 +224,7 @@ class SglangEngine:
                 self._progressed()
                 if "error" in last:
                     raise EngineError(str(last["error"].get("message")))
+                labels.put_on(last, self._version)
                 yield last
             if last:
                 self._count(last["meta_info"])
@@ -214,9 +241,10 @@ class SglangEngine:
         self._load = msgspec.structs.replace(
             load,
             turns=load.turns + 1,
-            prompt_tokens=load.prompt_tokens + meta["prompt_tokens"],
-            cached_tokens=load.cached_tokens + meta["cached_tokens"],
-            generated_tokens=load.generated_tokens + meta["completion_tokens"],
+            # A request that was aborted in SGLang's queue has no counts.
+            prompt_tokens=load.prompt_tokens + meta.get("prompt_tokens", 0),
+            cached_tokens=load.cached_tokens + meta.get("cached_tokens", 0),
+            generated_tokens=load.generated_tokens + meta.get("completion_tokens", 0),
             preemptions=load.preemptions + meta.get("num_retractions", 0),
         )
 
@@ -277,6 +305,22 @@ class SglangEngine:
             return msgspec.json.decode(data) if data else {}
         except msgspec.DecodeError:
             return {}
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Lines of any length: a part of a stream holds all candidates so far, which soon is more than the reader's own limit."""
+    kept = bytearray()
+    async for data in content.iter_any():
+        whole, newline, rest = data.rpartition(b"\n")
+        if not newline:
+            kept += data
+            continue
+        kept += whole
+        for line in kept.split(b"\n"):
+            yield bytes(line)
+        kept = bytearray(rest)
+    if kept:
+        yield bytes(kept)
 
 
 def _die_with_parent() -> None:
