@@ -45,6 +45,7 @@ class BufferCore:
         self._seen_s: dict[str, float] = {}
         self._started_s = self.now()
         self._notice = Notice()
+        self._unwritten: list[StepRecord] = []
         cap = self.spec.staleness.max_steps
         self._limits = Limits(
             batch_prompts=self.spec.batch.prompts,
@@ -125,8 +126,9 @@ class BufferCore:
 
     def _write_evaluation(self) -> None:
         evaluation = self.db.last_evaluation()
-        if evaluation is not None and evaluation.step != getattr(self, "_evaluation_written", None):
-            self.ledger.write_evaluation(evaluation)
+        if evaluation is None or evaluation.step == getattr(self, "_evaluation_written", None):
+            return
+        if self.ledger.write_evaluation(evaluation):
             self._evaluation_written = evaluation.step
 
     def deliver(self, trajectories: list[Trajectory]) -> TrajectoryAck:
@@ -153,6 +155,7 @@ class BufferCore:
     def resume(self, resume: Resume) -> int:
         attempt, lost = self.db.resume(resume.step, resume.durable)
         self.ledger.supersede(lost)
+        self.ledger.mend(self.db.steps_after(0))
         self._notice = Notice()
         log.info("event=resumed attempt=%d step=%d steps_to_repeat=%d", attempt, resume.step, len(lost))
         if resume.step == 0:
@@ -177,11 +180,14 @@ class BufferCore:
         )
 
     def commit(self, record: StepRecord) -> None:
-        """The ledger's file first: a row whose file is missing would never be mended, a file without a row is written again."""
-        self.ledger.write(record)
+        """A step whose file could not be written is written with a later one, or after a restart: the row is what counts."""
+        self._write_ledger(record)
         self.db.commit_step(record)
         self.metrics.step(record)
         self._evaluate_after(record.step)
+
+    def _write_ledger(self, *records: StepRecord) -> None:
+        self._unwritten = [record for record in (*self._unwritten, *records) if not self.ledger.write(record)]
 
     def _evaluate_after(self, step: int) -> None:
         evaluation = self.spec.evaluation
@@ -201,6 +207,7 @@ class BufferCore:
     def notice(self, notice: Notice) -> None:
         if notice.finished:
             self.db.put(finished=1)
+            self._write_ledger()
         self._notice = notice
 
     @property
