@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +216,7 @@ class SglangEngine:
         async with self._open("POST", "/generate", {**self._outgoing(body), "stream": True}) as answer:
             last: Json = {}
             labels = Labels(self._version)
-            async for line in _lines(answer.content):
+            async for line in _lines(answer.content.iter_any()):
                 data = line.strip().removeprefix(b"data:").strip()
                 if not data or data == b"[DONE]":
                     continue
@@ -307,10 +307,10 @@ class SglangEngine:
             return {}
 
 
-async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+async def _lines(pieces: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
     """Lines of any length: a part of a stream holds all candidates so far, which soon is more than the reader's own limit."""
     kept = bytearray()
-    async for data in content.iter_any():
+    async for data in pieces:
         whole, newline, rest = data.rpartition(b"\n")
         if not newline:
             kept += data
