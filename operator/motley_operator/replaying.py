@@ -190,6 +190,10 @@ def main(ledger: str, manifest: str, output: str) -> int:
     for alarm in shown["alarms"]:
         print(f"step {alarm['step']:>5}  {alarm['action']:<10}  {alarm['subject']}: {alarm['why']}")
     end = f"paused at step {shown['pausedAtStep']}" if shown["pausedAtStep"] else "never paused"
-    print(f"{shown['steps']} steps, {end}; reward {shown['lastReward']} then, {shown['bestReward']} at best")
-    print(f"work-priced ${shown['workPricedUSD'] or 'unknown'}, baseline ${shown['baselineUSD'] or 'unknown'}")
+    last, best = (
+        "unknown" if value is None else f"{value:.2f}" for value in (shown["lastReward"], shown["bestReward"])
+    )
+    print(f"{shown['steps']} steps, {end}; reward {last} then, {best} at best")
+    priced, compared = (f"${value}" if value else "unknown" for value in (shown["workPricedUSD"], shown["baselineUSD"]))
+    print(f"work-priced {priced}, baseline {compared}")
     return 0
