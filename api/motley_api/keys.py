@@ -26,7 +26,6 @@ RENDERED_BY_ANNOTATION = (
 )
 STEPS_ANNOTATION = f"{API_GROUP}/steps"  # on the trainer's Job: spec.steps when it was made
 REPLICAS_ANNOTATION = f"{API_GROUP}/replicas"  # on an inline SamplerGroup: the run's replicas as last written
-DELETION_COST_ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"  # lower goes first on a scale-down
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
 FIELD_MANAGER = "motley-operator"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from motley_api import GROUP_VERSION, keys
 
 from motley_operator.cache import Cache
 from motley_operator.kube import ApiError, Kube
-from motley_operator.measure import RunMemory, Telemetry
+from motley_operator.measure import Refusal, RunMemory, Telemetry
 from motley_operator.planner.model import (
     Action,
     Apply,
@@ -32,6 +32,9 @@ log = logging.getLogger("motley.operator")
 TOTALS_EVERY_S = 15.0
 
 
+FIRST_WAIT, LONGEST_WAIT = timedelta(seconds=2), timedelta(seconds=60)
+
+
 class ForeignObjectError(Exception):
     """An object of that name exists and is somebody else's."""
 
@@ -46,15 +49,26 @@ async def act(
     memory: RunMemory,
     now: datetime,
 ) -> bool:
-    """Every action in order. A refusal is remembered for the next plan and stops only what it is about; whether all went well."""
+    """Every action in order. A refusal is remembered for the next plan and stops only what it is about; whether all went well.
+
+    The same action is tried again after longer and longer; another one about the same object, at once.
+    """
     fine = True
+    subjects = {_subject(action) for action in actions}
+    _forget_what_is_wanted_no_more(memory, subjects)
     for action in actions:
         subject = _subject(action)
+        refused = memory.refusals.get(subject)
+        if refused is not None and refused.action == action and now < refused.until:
+            fine = False
+            continue
         try:
             await _do(action, namespace, kube, telemetry, cache, memory, now)
             memory.errors.pop(subject, None)
+            memory.refusals.pop(subject, None)
         except ForeignObjectError as error:
             memory.errors[subject] = str(error)
+            memory.refusals[subject] = refused_again(refused, action, now)
             fine = False
         except ApiError as error:
             fine = False
@@ -62,6 +76,7 @@ async def act(
                 continue  # its namespace or itself goes away
             if error.status != 409:  # a conflict is looked at again, with what is there then
                 memory.errors[subject] = error.message
+                memory.refusals[subject] = refused_again(refused, action, now)
             log.warning(
                 "event=action_refused namespace=%s kind=%s name=%s status=%d message=%r",
                 namespace,
@@ -70,6 +85,18 @@ async def act(
                 error.message[:300],
             )
     return fine
+
+
+def refused_again(before: Refusal | None, action: Action, now: datetime) -> Refusal:
+    tries = before.tries + 1 if before is not None and before.action == action else 1
+    return Refusal(action, tries, now + min(LONGEST_WAIT, FIRST_WAIT * 2 ** (tries - 1)))
+
+
+def _forget_what_is_wanted_no_more(memory: RunMemory, wanted: set[tuple[str, str]]) -> None:
+    """What was refused and then edited away is no trouble any more. That the token's name is taken is known from reading it."""
+    for told in (memory.errors, memory.refusals):
+        for subject in [subject for subject in told if subject not in wanted and subject[0] != "Secret"]:
+            del told[subject]
 
 
 def _subject(action: Action) -> tuple[str, str]:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import TypeVar
 
 import aiohttp
@@ -13,12 +14,21 @@ import msgspec
 from motley_api import records
 
 from motley_operator.planner import capacity, scaling
-from motley_operator.planner.model import Object
+from motley_operator.planner.model import Action, Object
 
 TIMEOUT = aiohttp.ClientTimeout(total=3.0, sock_connect=1.0)
 KEPT_LAST_STEPS = 64
 KEPT_LOADS = 4  # windows of each group
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What the API server refused, and when it is worth another try."""
+
+    action: Action
+    tries: int
+    until: datetime
 
 
 @dataclass
@@ -38,6 +48,7 @@ class RunMemory:
     known_until: int = 0
     scaled: dict[tuple[str, str], scaling.Watched] = field(default_factory=dict)  # (kind, name) -> replicas
     errors: dict[tuple[str, str], str] = field(default_factory=dict)
+    refusals: dict[tuple[str, str], Refusal] = field(default_factory=dict)
     failed_creates: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def hear_router(self, status: records.RouterStatus | None, now_unix_s: float) -> None:
