@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,16 @@ async def test_streamed_chunks_grow_into_the_whole_reply(views: dict[str, Path])
         assert chunk["output_ids"] == whole["output_ids"][:length]
         assert len(chunk["meta_info"]["output_token_logprobs"]) == length
         assert len(chunk["meta_info"]["output_token_sampling_logprobs"]) == length
+
+
+async def test_a_stream_that_asks_for_no_numbers_has_none(views: dict[str, Path]) -> None:
+    engine = await tiny.started(views["bf16"])
+    body = {"input_ids": tiny.prompt(6), "sampling_params": {"max_new_tokens": 20, "ignore_eos": True}, "stream": True}
+    chunks = [chunk async for chunk in engine.stream(body)]
+    await engine.stop()
+    assert len(chunks[-1]["output_ids"]) == 20
+    for before, after in pairwise(chunks):
+        assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
 
 
 async def test_a_caller_that_goes_away_frees_its_slot(views: dict[str, Path]) -> None:

@@ -173,11 +173,10 @@ class ReferenceEngine:
         output_ids = sequence.output_ids
         count = len(output_ids)
         if not finished:
-            count = min(
-                count,
-                *([len(sequence.logprobs)] if request.return_logprob else []),
-                *([len(sequence.support_logprobs)] if request.return_sampling_mask else []),
-            )
+            if request.return_logprob:
+                count = min(count, len(sequence.logprobs))
+            if request.return_sampling_mask:
+                count = min(count, len(sequence.support_logprobs))
             output_ids = output_ids[:count]
         spans = [span for span in list(sequence.spans) if span[1] < count]
         spans = spans or [(max(sequence.version, 0), 0, 0)]
