@@ -231,7 +231,15 @@ async def test_an_update_by_hand_is_proven_and_may_not_go_back(make_rig: Callabl
     assert (status, content["success"], rig.state.version) == (200, True, 6)
     (folder / "model.safetensors").write_bytes(b"short")
     status, content = await update(str(folder), "7")
-    assert (status, content["success"], rig.state.version, rig.state.reason) == (400, False, 6, "LoadFailed")
+    assert (status, rig.state.version, rig.state.ready) == (400, 6, True)  # the engine never saw it
+    assert content["error"]["message"].startswith("model_path: model.safetensors: not a safetensors header")
+    other = tiny.write_view(
+        rig.settings.scratch / "other", "bf16", wider := tiny.moe_config(vocab_size=tiny.VOCAB * 2), tiny.tensors(wider)
+    )
+    status, content = await update(str(other), "7")
+    assert (status, rig.state.version, rig.state.ready) == (400, 6, True)
+    assert "belongs to another model than the one served" in content["error"]["message"]
+    assert (await client.post("/generate", json=tiny.body(tiny.prompt(5)))).status == 200
     await client.close()
 
 

@@ -8,12 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from agent.rig import Rig, publish
+from agent.rig import CONFIG, Rig, publish
 from engine import tiny
 from motley_sampler.agent.views import Identity, Move, decide
 from motley_sampler.engines.protocol import EngineError
 from motley_sampler.engines.reference.engine import ReferenceEngine
+from motley_weights.manifest import MANIFEST_FILE, Pointer, decode_manifest, digest, encode_manifest, encode_pointer
+from motley_weights.pulling import entry_of
+from safetensors.torch import load_file, save_file
 
 A, B = Identity(3, "a"), Identity(4, "b")
 
@@ -67,10 +71,70 @@ async def test_a_broken_store_leaves_what_is_served_alone(make_rig: Callable[...
     weights.write_bytes(content)
     await rig.agent.look()
     assert (rig.state.version, rig.state.ready) == (1, True)
+    assert "changed: SHA-256 must be" in rig.state.message
     content[-7] ^= 1
     weights.write_bytes(content)
     await rig.agent.look()
     assert rig.state.version == 2
+
+
+def republish(rig: Rig, version: int, change: Callable[[Path], None]) -> None:
+    """A version of a publisher gone wrong: other files than an encoder writes, under a manifest that is right about them."""
+    folder = Path(rig.settings.store_url.removeprefix("file://")) / f"run/views/{rig.settings.view}/v{version:06d}"
+    change(folder)
+    manifest = decode_manifest((folder / MANIFEST_FILE).read_bytes(), where="test")
+    files = {name: entry_of(folder / name) for name in manifest.files}
+    content = encode_manifest(msgspec.structs.replace(manifest, files=files, stored=files))
+    (folder / MANIFEST_FILE).write_bytes(content)
+    (folder.parent / "latest").write_bytes(encode_pointer(Pointer(version=version, manifest_sha256=digest(content))))
+
+
+def of_unknown_dtype(folder: Path) -> None:
+    """F4 is no dtype of any safetensors reader that engines have."""
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"BF16"', b'"F4"  ', 1))
+
+
+def of_another_dtype(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"BF16"', b'"F16" ', 1))
+
+
+def of_another_view(folder: Path) -> None:
+    tiny.write_view(folder, "fp8", CONFIG, tiny.tensors(CONFIG))
+
+
+def without_its_last_tensor(folder: Path) -> None:
+    save_file(dict(list(load_file(folder / "model.safetensors").items())[:-1]), folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "want"),
+    [
+        (of_unknown_dtype, "dtype must be BF16 in view bf16, got F4"),
+        (of_another_dtype, "dtype must be BF16 in view bf16, got F16"),
+        (of_another_view, "in view bf16"),
+        (without_its_last_tensor, "missing in view bf16"),
+    ],
+)
+async def test_a_version_that_is_not_the_view_of_the_model_never_reaches_the_engine(
+    make_rig: Callable[..., Rig], change: Callable[[Path], None], want: str
+) -> None:
+    """It would take down every engine of the view: they go on with the version before, and say why."""
+    rig = make_rig()
+    publish(rig, 1)
+    await rig.agent.look()
+    client = await rig.client()
+    publish(rig, 2)
+    republish(rig, 2, change)
+    await rig.agent.look()
+    assert (rig.state.version, rig.state.ready, rig.state.reason) == (1, True, "")
+    assert want in rig.state.message
+    assert (await client.post("/generate", json=tiny.body(tiny.prompt(5), 4))).status == 200
+    publish(rig, 3)
+    await rig.agent.look()
+    assert (rig.state.version, rig.state.ready, rig.state.message) == (3, True, "")
+    await client.close()
 
 
 async def test_an_unreadable_pointer_leaves_what_is_served_alone(make_rig: Callable[..., Rig]) -> None:

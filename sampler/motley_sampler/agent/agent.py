@@ -145,6 +145,7 @@ class Agent:
             await self._void()
         try:
             folder, identity = await asyncio.to_thread(self._source.pull, pointed.version, fresh=standing.failures > 0)
+            await asyncio.to_thread(self._source.check, folder, like=standing.folder)
         except (WeightsError, OSError) as error:
             self._say_store_trouble(f"{type(error).__name__}: {error}")
             return
@@ -161,6 +162,10 @@ class Agent:
         """A view folder that someone else put here (POST /update_weights_from_disk), under the same proof."""
         if version < self.standing.version:
             raise BadRequest(f"weight_version must be at least the served {self.standing.version}, got {version}")
+        try:
+            await asyncio.to_thread(self._source.check, folder, like=self.standing.folder)
+        except (WeightsError, OSError) as error:
+            raise BadRequest(f"model_path: {error}") from error
         async with self._applying:
             return await self._apply(folder, Identity(version, ""))
 
@@ -206,7 +211,7 @@ class Agent:
         if trouble != self._store_trouble:
             log.warning("event=store_trouble message=%r", trouble) if trouble else log.info("event=store_well")
             self._store_trouble = trouble
-            if self.standing.advertised is None:
+            if self.standing.reason in ("", "Loading", "Rewinding"):  # else the message says why it is not ready
                 self.standing.message = trouble
 
     # --- requests -------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from motley_api import keys
+from motley_weights import layout
 from motley_weights.backend import Backend, open_backend
 from motley_weights.manifest import MANIFEST_FILE, decode_pointer, digest
 from motley_weights.store import WeightStore
@@ -60,6 +61,10 @@ class ViewSource:
             return None
         pointer = decode_pointer(content, where=self._pointer_path)
         return Identity(pointer.version, pointer.manifest_sha256)
+
+    def check(self, folder: Path, *, like: Path | None) -> None:
+        """Raises WeightsError or OSError when a folder does not hold the view, or another model than `like`."""
+        layout.check_folder(folder, self._view, like=like)
 
     def pull(self, version: int, *, fresh: bool = False) -> tuple[Path, Identity]:
         """The checked folder of a version. fresh: what lies here is thrown away first."""
