@@ -47,6 +47,7 @@ PODS_PER_NODE = 10
 GPUS_PER_NODE = 8
 SAMPLERS_SHARE = (2, 3)  # of a run's pods beside router and trainer; the others are rollout workers
 STEP_DONE, STEPS = 5, 1000
+NODE_GRACE_S = 24 * 3600  # a machine at its limit must not lose nodes
 AT_ONCE = 8  # requests of the benchmark in flight
 PRECISION = {GpuTypeName.A100_80GB: "BF16"}  # FP8 elsewhere
 
@@ -625,7 +626,12 @@ def main() -> None:
     flags = prepare(folder)
     fleet = nodes(size)
     with LocalCluster(
-        folder / "cluster", fleet, isolation="none", more_apiserver_flags=flags, client_qps=options.qps
+        folder / "cluster",
+        fleet,
+        isolation="none",
+        node_grace_s=NODE_GRACE_S,
+        more_apiserver_flags=flags,
+        client_qps=options.qps,
     ) as cluster:
         say(began_s, f"control plane and {len(fleet)} nodes are up")
         found = asyncio.run(measure(options, cluster, folder, began_s))

@@ -131,8 +131,11 @@ def pod_view(pod: Json, now: datetime) -> PodView | None:
 class Cache:
     """Objects by kind, pods as views, and which run each change concerns."""
 
-    def __init__(self, on_change: Callable[[RunKey], None]) -> None:
-        self._on_change = on_change
+    def __init__(
+        self, on_change: Callable[[RunKey], None], on_edit: Callable[[RunKey], None] = lambda owner: None
+    ) -> None:
+        """`on_edit` is told, too, when a run or group is new or its spec changed."""
+        self._on_change, self._on_edit = on_change, on_edit
         self._objects: dict[Key, Json] = {}
         self._pods: dict[Key, tuple[PodView, str]] = {}  # view, resourceVersion
         self._runs: dict[RunKey, dict[str, set[Key]]] = {}  # by kind
@@ -149,6 +152,7 @@ class Cache:
         metadata = obj["metadata"]
         key = (obj["kind"], metadata["namespace"], metadata["name"])
         owner = run_key(obj)
+        edited = False
         if owner is None:
             return
         if obj["kind"] == "Pod":
@@ -168,9 +172,13 @@ class Cache:
                 return
             self._objects[key] = slim(obj)
             changed = True
+            before = known["metadata"].get("generation") if known is not None else None
+            edited = obj["kind"] in RUN_KINDS and (known is None or before != metadata.get("generation"))
         self._runs.setdefault(owner, {}).setdefault(obj["kind"], set()).add(key)
         if changed:
             self._changed(owner)
+        if edited:
+            self._on_edit(owner)
 
     def drop(self, obj: Json, now: datetime) -> None:
         """An object that a watch says is gone."""
@@ -191,6 +199,8 @@ class Cache:
             self._objects.pop(key, None)
         self._forget(owner, key)
         self._changed(owner)
+        if obj["kind"] in RUN_KINDS:
+            self._on_edit(owner)
 
     def _changed(self, owner: RunKey) -> None:
         if owner in self._runs:

@@ -6,6 +6,7 @@ import asyncio
 import heapq
 import logging
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -28,6 +29,7 @@ from motley_operator.planner.model import EventOut, Plan, Settings, Snapshot
 from motley_operator.planner.plan import plan, service_urls
 
 log = logging.getLogger("motley.operator")
+PLANS_AVERAGED = 50
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class Pace:
     """Seconds."""
 
     batch_s: float = 0.1  # changes that come together are looked at once
-    calm_s: float = 1.0  # and not before so long after a look that found nothing to do
+    calm_s: float = 2.0  # and not before so long after a look that found nothing to do,
+    planning_share: float = 0.25  # nor before planning for all runs would take more than this of the time
     active_s: float = 3.0  # router and trainer of a run that moves by itself are asked this often
     quiet_looks: int = 5  # of those that hear nothing new, so many make one plan
     first_retry_s: float = 1.0
@@ -94,7 +97,7 @@ class Controller:
         self.namespace = namespace  # None: all of them
         self.clock, self.utc_now = clock, utc_now
         self.pace = pace or Pace()
-        self.cache = Cache(self.mark)
+        self.cache = Cache(self.mark, self._edited)
         self.memory: dict[RunKey, RunMemory] = {}
         self.last_progress_s = clock()
         self.last_event_s = clock()
@@ -102,6 +105,7 @@ class Controller:
         self._queue: list[tuple[float, RunKey]] = []  # a heap; entries that `_due` contradicts do not count
         self._calm: dict[RunKey, float] = {}  # changes alone are not looked at before
         self._quiet: dict[RunKey, Quiet] = {}
+        self._plan_s = 0.01  # what a plan takes, averaged
         self._retries: dict[RunKey, int] = {}
         self._busy: set[RunKey] = set()
         self._wake = asyncio.Event()
@@ -119,6 +123,11 @@ class Controller:
             heapq.heappush(self._queue, (due, key))
             if self._queue[0] == (due, key):
                 self._wake.set()
+
+    def _edited(self, key: RunKey) -> None:
+        """A person's change is not gathered with others."""
+        self._calm.pop(key, None)
+        self.mark(key)
 
     def _next_due(self) -> float:
         """When the nearest run is due that nobody looks at right now."""
@@ -219,35 +228,54 @@ class Controller:
             return None
         said = heard(memory)
         now = self.utc_now()
-        decided = plan(seen, now)
+        decided = self._plan(seen, now)
         fine = await apply.act(
             decided.actions, key[0], kube=self.kube, telemetry=self.telemetry, cache=self.cache, memory=memory, now=now
         )
         wrote = await self._write(seen, decided, now)
         if not fine:
             return self.pace.active_s
+        again_s = self.pace.active_s
         if not decided.actions:
-            self._calm[key] = self.clock() + min(self.pace.calm_s, self.pace.active_s)
-            if not wrote and decided.active and self.cache.version(key) == version:
+            gather_s = self._gather_s()
+            self._calm[key] = self.clock() + gather_s
+            if wrote or self.cache.version(key) != version:
+                again_s = max(again_s, gather_s)
+            elif decided.active:
                 self._quiet[key] = Quiet(
                     version=version,
                     heard=said,
-                    until_s=self.clock() + self.pace.quiet_looks * self.pace.active_s,
+                    until_s=self.clock() + max(gather_s, self.pace.quiet_looks * self.pace.active_s),
                     urls=self._to_ask(seen, memory),
                     early_steps=self._early_steps(seen),
                     counted=ledger.cursor(seen.status),
                 )
-        return self.pace.active_s if decided.active else None
+        return again_s if decided.active else None
+
+    def _plan(self, seen: Snapshot, now: datetime) -> Plan:
+        started = time.perf_counter()
+        decided = plan(seen, now)
+        self._plan_s += (time.perf_counter() - started - self._plan_s) / PLANS_AVERAGED
+        return decided
+
+    def _gather_s(self) -> float:
+        """For how long changes of a run that needs nothing are gathered: with many runs longer."""
+        calm_s = min(self.pace.calm_s, self.pace.active_s)
+        return max(calm_s, len(self.memory) * self._plan_s / self.pace.planning_share)
 
     async def _still_quiet(self, key: RunKey, memory: RunMemory) -> bool:
         """Whether nothing was seen or heard since a look that found nothing to do. Asks router and trainer."""
         quiet = self._quiet.get(key)
-        if quiet is None or self.clock() >= quiet.until_s or self.cache.version(key) != quiet.version:
+        if quiet is None or self.clock() >= quiet.until_s or self._news(key, quiet):
             return False
         if quiet.urls is not None:
             urls = quiet.urls
             await self.telemetry.look(memory, urls.router, urls.trainer, early=quiet.early_steps, counted=quiet.counted)
-        return self.cache.version(key) == quiet.version and heard(memory) == quiet.heard
+        return not self._news(key, quiet) and heard(memory) == quiet.heard
+
+    def _news(self, key: RunKey, quiet: Quiet) -> bool:
+        """Whether its objects changed, and changes have been gathered for long enough."""
+        return self.cache.version(key) != quiet.version and self.clock() >= self._calm.get(key, 0.0)
 
     async def _observe(self, key: RunKey, memory: RunMemory) -> Snapshot | None:
         body = self.cache.get("RLRun", *key)

@@ -20,6 +20,7 @@ from motley_operator.kube import RESOURCES, Credentials
 
 CHUNK = 250  # objects of a page of a list: the most that the framework holds at once
 INACTIVE_S = 70.0  # a watch without an event or a bookmark, which come every minute, is opened anew
+WORKER_IDLE_S = 1.0  # the framework keeps a task for each object that changed, so long after its last change
 TOKEN_LIFE = timedelta(minutes=10)  # a service account's token is read again this often
 
 
@@ -79,6 +80,7 @@ def operator_settings(*, namespaced: bool, started: Callable[[str], None] = lamb
     settings.posting.enabled = False
     settings.watching.chunk_size = CHUNK
     settings.watching.inactivity_timeout = INACTIVE_S
+    settings.queueing.idle_timeout = WORKER_IDLE_S
     settings.scanning.disabled = namespaced
     for kind in WATCHED:
         group, _, plural = resource(kind)

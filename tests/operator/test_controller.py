@@ -145,11 +145,13 @@ async def test_an_engine_that_is_not_ready_is_planned_for_at_once_and_its_counte
     assert looked.plans == 2
 
 
-async def test_an_object_that_changed_is_planned_for_at_once(looked: Looked) -> None:
+async def test_an_object_that_changed_is_planned_for_soon(looked: Looked, clock: Clock) -> None:
     await looked.reconcile(KEY)
-    looked.cache.put(
-        {"kind": "RLRun", "metadata": {"namespace": "ns", "name": "demo", "uid": "r", "resourceVersion": "2"}}, NOW
-    )
+    seen = {"namespace": "ns", "name": "demo", "uid": "r", "resourceVersion": "2"}
+    looked.cache.put({"kind": "RLRun", "metadata": seen}, NOW)
+    await looked.reconcile(KEY)
+    assert looked.plans == 1  # gathered with what may follow
+    clock.now_s += looked.pace.calm_s
     await looked.reconcile(KEY)
     assert looked.plans == 2
 
@@ -162,6 +164,21 @@ async def test_changes_that_only_show_our_own_doing_are_gathered(looked: Looked,
     assert looked._next_due() == clock.now_s + looked.pace.calm_s
     looked.mark(KEY, 0.0)  # a retry, or a leader's first look
     assert looked._next_due() == clock.now_s
+
+
+async def test_an_edit_is_not_gathered(looked: Looked, clock: Clock) -> None:
+    await looked.reconcile(KEY)
+    looked._due.clear()
+    edited = {"namespace": "ns", "name": "demo", "uid": "r", "resourceVersion": "2", "generation": 2}
+    looked.cache.put({"kind": "RLRun", "metadata": edited}, NOW)
+    assert looked._next_due() == clock.now_s + looked.pace.batch_s
+
+
+async def test_with_many_runs_changes_are_gathered_for_longer(looked: Looked) -> None:
+    looked._plan_s = 0.01
+    assert looked._gather_s() == looked.pace.calm_s
+    looked.memory = {("ns", f"run-{number}"): RunMemory() for number in range(200)}
+    assert looked._gather_s() == pytest.approx(200 * 0.01 / 0.25)  # all of them: a quarter of the time
 
 
 class Busy(Looked):
