@@ -233,6 +233,20 @@ async def test_a_holder_that_cannot_connect_is_moved_inside_the_group_and_stays_
     assert await stage.call("PUT", "/v1/sessions/s?unreachable=e2", moved) == (200, moved)
 
 
+async def test_a_request_with_an_expired_lease_is_refused_and_says_since_when(stage: Any) -> None:
+    await stage.engine("e1")
+    await stage.fleet(g=1000)
+    _, lease = await stage.call("POST", "/v1/sessions", {"session": "s"})
+    stage.clock.now_s += 31
+    await stage.beat("e1")
+    stage.router.sweep()
+    stage.clock.now_s += 4
+    status, answer = await stage.call("PUT", "/v1/sessions/s", lease)
+    assert (status, answer["reason"]) == (404, "LeaseExpired")
+    assert answer["message"] == "the lease of 's' ran out 4 s ago and its place was given away"
+    assert (await stage.call("POST", "/v1/sessions", {"session": "s"}))[0] == 201
+
+
 async def test_a_holder_that_is_refused_is_moved_and_the_engine_is_not_suspected(stage: Any) -> None:
     await stage.engine("e1")
     await stage.engine("e2")

@@ -106,6 +106,25 @@ def test_a_lease_runs_out_unless_renewed() -> None:
     assert table.sweep(now_s=LATER_S + 59).expired == ("kept",)
 
 
+def test_a_lease_that_ran_out_is_not_renewed_and_its_session_may_ask_for_a_new_one() -> None:
+    """Its place was given away: taken back, the engine would hold one session more than it may."""
+    table = table_with(state("a", max_sessions=1))
+    lease = placed(table, "slow")
+    table.hear(state("a", max_sessions=1), now_s=LATER_S + 31)
+    assert table.sweep(now_s=LATER_S + 31).expired == ("slow",)
+    placed(table, "next", now_s=LATER_S + 31)
+    assert table.renew(lease, now_s=LATER_S + 40) is None
+    assert table.expired_s("slow", now_s=LATER_S + 40) == 9
+    assert (table.sessions_active, table.view.sessions_of_engine["a"]) == (1, 1)
+    table.end("next", now_s=LATER_S + 40)
+    table.hear(state("a", max_sessions=1), now_s=LATER_S + 41)
+    assert placed(table, "slow", now_s=LATER_S + 41) == lease
+    assert table.renew(lease, now_s=LATER_S + 42) == lease
+    table.end("slow", now_s=LATER_S + 43)
+    table.sweep(now_s=LATER_S + 700)
+    assert table._expired == {}
+
+
 def test_a_session_that_ended_and_came_again_lives_by_its_new_lease() -> None:
     table = table_with(state("a"))
     placed(table, "s")

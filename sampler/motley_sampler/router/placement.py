@@ -64,6 +64,8 @@ class Limits:
     """No new sessions for this long after an engine's preemption count grew."""
     remember_ended_s: float = 30.0
     """For this long a session that its holder ended is not relearned from a late renewal."""
+    remember_expired_s: float = 600.0
+    """For this long the renewal of a lease that ran out is refused: its place was given away."""
     forget_engine_s: float = 120.0
     """A timed-out engine stays visible in status for this long."""
 

@@ -127,6 +127,9 @@ class Router:
         except LeaseConflictError as error:
             raise RequestError(409, "LeaseConflict", str(error)) from error
         if renewed is None:
+            if (ago_s := self.table.expired_s(lease.session, now_s=self.clock())) is not None:
+                message = f"the lease of {lease.session!r} ran out {ago_s:.0f} s ago and its place was given away"
+                raise RequestError(404, "LeaseExpired", message)
             if known is not None:
                 self._tell_moves([Move(known, None)])
             raise RequestError(404, "SessionLost", f"group {lease.group!r} has no engine for session {lease.session!r}")

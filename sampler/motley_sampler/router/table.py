@@ -57,6 +57,7 @@ class Table:
         self._heap_count = 0
         # Sessions that were ended, and when, oldest first: a renewal that was overtaken by the end must not revive one.
         self._ended: dict[str, float] = {}
+        self._expired: dict[str, float] = {}  # sessions whose leases ran out, and when, oldest first
         self._silent: set[str] = set()  # engines whose timeout was already reported
         # The view shows the live mappings: taking one costs nothing, and nothing that looks at it writes.
         self._view = FleetView(
@@ -186,6 +187,7 @@ class Table:
             return decision
         state = self.engines[decision.engine].state
         self._ended.pop(session, None)
+        self._expired.pop(session, None)
         self._add(Pin(session, decision.group, state.view, state.id, state.url, min_version), ttl_s, now_s)
         self.sessions_total += 1
         return self._lease(session)
@@ -197,8 +199,8 @@ class Table:
     def renew(self, lease: Lease, *, now_s: float) -> Lease | None:
         """The session's lease as it is now; None when its group has no engine for it any more.
 
-        A session not in the table, and not ended just now, is relearned from its lease. Raises LeaseConflictError
-        when it is known in another group.
+        A session not in the table is relearned from its lease, unless it was ended just now, or the lease ran out here.
+        Raises LeaseConflictError when it is known in another group.
         """
         known = self._pins.get(lease.session)
         if known is not None:
@@ -207,7 +209,7 @@ class Table:
                     f"session {lease.session!r} is in group {known.group!r}; its lease says {lease.group!r}"
                 )
             return self._renew_known(lease.session, lease.ttl_s, now_s)
-        if lease.session in self._ended:
+        if lease.session in self._ended or lease.session in self._expired:
             return None
         pin = Pin(lease.session, lease.group, lease.view, lease.engine, lease.url)
         if placement.left(pin.engine, pin.group, self._view, now_s, self.limits):
@@ -217,6 +219,10 @@ class Table:
             pin = dataclasses.replace(pin, engine=target, url=self.engines[target].state.url)
         self._add(pin, lease.ttl_s, now_s)
         return self._lease(lease.session)
+
+    def expired_s(self, session: str, *, now_s: float) -> float | None:
+        """For how long a session's lease has run out; None when it has not, or so long ago that it is forgotten."""
+        return now_s - self._expired[session] if session in self._expired else None
 
     def touch(self, session: str, *, now_s: float) -> None:
         """Keeps a session that is being served by this process."""
@@ -236,6 +242,7 @@ class Table:
         """Ends a session. False: it was not known."""
         self._ended.pop(session, None)
         self._ended[session] = now_s
+        self._expired.pop(session, None)
         if session not in self._pins:
             return False
         self._drop(session)
@@ -246,6 +253,8 @@ class Table:
         expired = self._expire(now_s)
         while self._ended and now_s - next(iter(self._ended.values())) > self.limits.remember_ended_s:
             del self._ended[next(iter(self._ended))]
+        while self._expired and now_s - next(iter(self._expired.values())) > self.limits.remember_expired_s:
+            del self._expired[next(iter(self._expired))]
         timed_out = tuple(
             sorted(
                 engine_id
@@ -277,6 +286,7 @@ class Table:
                 self._push(session, clock)
                 continue
             self._drop(session)
+            self._expired[session] = now_s
             expired.append(session)
         return tuple(expired)
 
