@@ -64,6 +64,12 @@ lock: ## pin the dependencies again
 	@.venv/bin/uv pip compile -q pyproject.toml --extra demo --extra test --extra s3 --universal --python-version 3.12 \
 	  --generate-hashes --no-annotate --no-header --no-emit-index-url --upgrade -o requirements.txt
 
+# A rule of its own: the benchmark cannot be named after the standard library's module `operator`.
+.PHONY: bench-operator
+bench-operator: setup ## the operator at scale on a real control plane (RUNS=20 GROUPS=8 PODS=1000)
+	@$(PY) -m motley_local.main build
+	@$(PY) -m benchmarks.scale $(if $(RUNS),--runs $(RUNS)) $(if $(GROUPS),--groups $(GROUPS)) $(if $(PODS),--pods $(PODS)) $(ARGS)
+
 .PHONY: bench-%
 bench-%: setup ## bench-router, bench-loss, bench-records, ...: a benchmark; its last line is JSON (ARGS=...)
 	@$(PY) benchmarks/$*.py $(ARGS)
