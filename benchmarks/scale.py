@@ -49,6 +49,7 @@ SAMPLERS_SHARE = (2, 3)  # of a run's pods beside router and trainer; the others
 STEP_DONE, STEPS = 5, 1000
 NODE_GRACE_S = 24 * 3600  # a machine at its limit must not lose nodes
 AT_ONCE = 8  # requests of the benchmark in flight
+TRAINER_GPU = GpuTypeName.H100
 PRECISION = {GpuTypeName.A100_80GB: "BF16"}  # FP8 elsewhere
 
 
@@ -75,18 +76,21 @@ class Size:
     def all_pods(self) -> int:
         return self.runs * (2 + self.engines * self.groups + self.workers)
 
-    @property
-    def nodes(self) -> int:
-        """GPUs of every type with a tenth to spare, and room for all pods."""
-        worst = -(-self.groups // len(STUDY_GPU_TYPES)) * self.engines * self.runs + self.runs
-        return max(-(-self.pods // PODS_PER_NODE), len(STUDY_GPU_TYPES) * (-(-worst * 11 // 10 // GPUS_PER_NODE)))
+    def gpu_types(self) -> list[GpuTypeName]:
+        """Of each group."""
+        return [STUDY_GPU_TYPES[index % len(STUDY_GPU_TYPES)] for index in range(self.groups)]
 
 
 def nodes(size: Size) -> list[NodeSpec]:
-    types = STUDY_GPU_TYPES
+    """GPUs of every type with a tenth to spare, and room for all pods."""
+    wanted = Counter({TRAINER_GPU: size.runs})
+    for gpu in size.gpu_types():
+        wanted[gpu] += size.runs * size.engines
+    types = [gpu for gpu, count in sorted(wanted.items()) for _ in range(-(-count * 11 // 10 // GPUS_PER_NODE))]
+    spare = max(0, -(-size.pods // PODS_PER_NODE) - len(types))
     return [
-        NodeSpec(f"node-{number}", types[number % len(types)], gpus=GPUS_PER_NODE, processless=True)
-        for number in range(size.nodes)
+        *(NodeSpec(f"node-{i}", gpu, gpus=GPUS_PER_NODE, processless=True) for i, gpu in enumerate(types)),
+        *(NodeSpec(f"cpu-{i}", processless=True) for i in range(spare)),
     ]
 
 
@@ -96,8 +100,7 @@ def namespace_of(number: int) -> str:
 
 def manifest(size: Size, number: int) -> Json:
     groups = []
-    for index in range(size.groups):
-        gpu = STUDY_GPU_TYPES[index % len(STUDY_GPU_TYPES)]
+    for index, gpu in enumerate(size.gpu_types()):
         groups.append(
             {
                 "name": f"g{index}",
@@ -116,7 +119,7 @@ def manifest(size: Size, number: int) -> Json:
             "tasks": {"source": "/data/tasks"},
             "store": {"url": "file:///data/store"},
             "steps": STEPS,
-            "trainer": {"gpusPerNode": 1, "gpuType": STUDY_GPU_TYPES[1].value},
+            "trainer": {"gpusPerNode": 1, "gpuType": TRAINER_GPU.value},
             "rollout": {"workers": size.workers},
             "samplerGroups": groups,
             "prices": [
@@ -480,7 +483,7 @@ async def measure(options: argparse.Namespace, cluster: LocalCluster, folder: Pa
         operator.start()
         try:
             await until(lambda: caught_up(operator, 0), "the operator leads", 60)
-            say(began_s, f"the operator leads, {operator.memory_mib()[0]} MiB; {size.nodes} nodes")
+            say(began_s, f"the operator leads, {operator.memory_mib()[0]} MiB")
             found = await start(kube, operator, size, options, began_s)
             await parts.serve()
             say(began_s, f"requests so far: {describe(audit.count())}")
@@ -620,6 +623,7 @@ def main() -> None:
     parser.add_argument("--qps", type=int, default=400, help="of controller manager and scheduler, each")
     parser.add_argument("--profile", action="store_true", help="the operator under cProfile")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that nothing is left behind
     began_s = time.monotonic()
     folder = ROOT / "build" / "bench-operator"
     size = Size(options.runs, options.groups, options.pods)
@@ -643,7 +647,7 @@ def main() -> None:
                 "runs": size.runs,
                 "groups": size.groups,
                 "pods": size.all_pods,
-                "nodes": size.nodes,
+                "nodes": len(fleet),
                 **found.to_json_dict(),
             }
         )
