@@ -255,6 +255,23 @@ def test_a_resume_from_before_what_was_pruned_trains_on_new_batches(bench):
     assert len(batch.trajectories) == 8
 
 
+def test_going_back_on_purpose_trains_on_new_batches_and_a_later_crash_on_the_same_ones(bench):
+    first = {step: bench.train(step) for step in (1, 2, 3)}
+    bench.core.durable(3, 1)
+    bench.core.db.rewind(2)
+    bench.core.resume(Resume(step=2, durable=2))
+    assert bench.core.db.get("rewound") == 2
+
+    def ids(batch):
+        return {trajectory.id for trajectory in batch.trajectories}
+
+    again = bench.train(3, attempt=2)
+    assert not ids(again) & set.union(*(ids(batch) for batch in first.values()))
+    bench.core.resume(Resume(step=2, durable=2))  # killed; nothing is to be undone this time
+    replayed = bench.core.next_batch(3, waited_s=0.0)
+    assert (replayed.replayed, ids(replayed)) == (True, ids(again))
+
+
 def test_a_finished_run_is_known_after_a_restart_and_deals_no_more(bench):
     bench.train(1)
     bench.core.notice(Notice(finished=True))

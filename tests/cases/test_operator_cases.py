@@ -262,9 +262,18 @@ def test_case_40_an_evicted_gang_is_made_again_whole_and_nothing_counts_against_
         world.delete("Pod", evicted, gracePeriodSeconds=0)  # the kubelet's last word
 
     def again() -> bool:
-        return sorted(bound().values()) == ["0", "1"] and not set(bound()) & set(first)
+        now = bound()
+        if sorted(now.values()) == ["0", "1"] and not set(now) & set(first):
+            return True
+        raise AssertionError(
+            [
+                (pod["metadata"]["name"], pod["metadata"].get("finalizers"), pod["status"], pod["spec"].get("nodeName"))
+                for pod in world.list("Pod", f"{world.ours},motley.dev/role=trainer")
+            ]
+            + [world.must("Job", world.named("trainer"))["status"]]
+        )
 
-    eventually(again, "both pods are made again")
+    eventually(again, "both pods are made again", 60)
     status = world.must("Job", world.named("trainer"))["status"]
     assert (status.get("failed", 0), status.get("succeeded", 0)) == (0, 0)
     assert world.run_condition("Succeeded")[0] == "Unknown"

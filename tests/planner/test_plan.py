@@ -338,6 +338,7 @@ def test_the_guards_pause_stops_the_bill_until_a_person_edits_the_spec() -> None
     assert condition(decided, "Suspended") == ("False", "Suspending")
     assert "KL 0.1 against 0.01 early" in message(decided, "Succeeded")
     assert any(item.what == "guard: Pause the run" for item in seen.status.decisions)
+    assert "no checkpoint is from before it grew" in message(decided, "MismatchHealthy")  # every 10 steps, it grew at 6
 
     # No pod is left, nobody answers, the operator was restarted: it holds.
     quiet = {"pods": (), "trainer": None, "router": None, "steps": ()}
@@ -347,6 +348,17 @@ def test_the_guards_pause_stops_the_bill_until_a_person_edits_the_spec() -> None
     edited = settle(replace(resting, generation=2, spec=study.run_spec(guard={"klGrowth": "20"})), at(800))
     assert edited.children["Job", "study-trainer"]["spec"]["suspend"] is False
     assert replicas(edited) == {"study-router": 1, "study-rollout": 1, "h100-fp8": 1, "b200-nvfp4": 1}
+    # The trainer is back and tells its steps: they are no news.
+    back = settle(replace(edited, steps=seen.steps, trainer=seen.trainer, pods=seen.pods, generation=2), at(900))
+    assert condition(plan(back, at(900)), "Succeeded")[1] != "Paused"
+
+
+def test_a_pause_names_the_last_checkpoint_from_before_it_grew() -> None:
+    kls = [0.01] * 23 + [0.1] * 3  # from step 24 on; saved at 10 and 20
+    steps = tuple(study.step(number, kl=kl) for number, kl in enumerate(kls, 1))
+    decided = plan(replace(settle(running(), at(60)), steps=steps), at(2000))
+    assert condition(decided, "Succeeded")[1] == "Paused"
+    assert "of step 20: checkpoint.rewindToStep goes back to it" in message(decided, "MismatchHealthy")
 
 
 def test_a_quarantined_group_gets_no_session_and_its_samples_are_refused() -> None:

@@ -74,3 +74,21 @@ def test_a_checkpoint_of_a_lineage_that_was_rewound_is_not_the_newest(folder, tm
     save(folder, 4)
     (tmp_path / TRACKER).write_bytes(b'{"step":2}')
     assert folder.newest() == 2
+
+
+def test_going_back_takes_the_newest_whole_checkpoint_of_at_most_that_step_and_puts_later_ones_aside(tmp_path):
+    folder = CheckpointFolder(tmp_path, run_uid="u")
+    for step in (10, 20, 30, 34):
+        save(folder, step, keep=5)
+    (folder.path(20) / MANIFEST).write_text("{")
+    assert folder.rewind(29) == 10  # 20 is damaged
+    assert folder.newest() == 10
+    assert sorted(path.name for path in tmp_path.glob("undone-*")) == [
+        "undone-step-000020",
+        "undone-step-000030",
+        "undone-step-000034",
+    ]
+    save(folder, 12, keep=5)
+    assert folder.newest() == 12  # and not one of those that were undone
+    with pytest.raises(ValueError, match=r"a checkpoint that is there \(10, 12\), got 9"):
+        folder.rewind(9)

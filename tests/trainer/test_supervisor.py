@@ -153,6 +153,31 @@ def test_a_run_that_is_gone_on_with_trusts_its_own_checkpoints(tmp_path):
     taken.close()
 
 
+def test_a_run_goes_back_once_for_each_step_that_is_asked_for(pod, tmp_path):
+    from motley_trainer.checkpoints import CheckpointFolder
+    from motley_trainer.main import _rewind
+
+    settings = from_environment(pod(checkpoint={"rewindToStep": 25}))
+    folder = CheckpointFolder(settings.durable_folder("checkpoints"), run_uid=UID)
+
+    def save(step):
+        (folder.begin(step) / "weights").write_bytes(b"w")
+        folder.complete(step, keep=5)
+
+    db = BufferDb(tmp_path / "buffer.sqlite3", run_uid=UID)
+    with pytest.raises(SettingsError, match=r"NoSuchCheckpoint: checkpoint.rewindToStep: .*none is.*got 25"):
+        _rewind(settings, db)
+    for step in (10, 20, 30):
+        save(step)
+    db.put(step=34, finished=1)
+    _rewind(settings, db)
+    assert (folder.newest(), db.get("finished")) == (20, 0)
+    save(30)
+    _rewind(settings, db)  # the pod was preempted: what was trained since stays
+    assert folder.newest() == 30
+    db.close()
+
+
 @pytest.mark.parametrize(("leaves", "want_code"), [(True, keys.EXIT_STOPPED), (False, 0)])
 def test_a_pod_whose_gang_left_early_is_not_done(pod, monkeypatch, leaves, want_code):
     """The pod that was evicted is not this one: its ranks end with 0 after the save, and the Job must not count its index as done."""

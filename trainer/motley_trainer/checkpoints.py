@@ -89,6 +89,28 @@ class CheckpointFolder:
             f" {self._root / TRACKER} to start from the model's source"
         )
 
+    def rewind(self, at_most: int) -> int:
+        """Makes the newest whole checkpoint of at most that step the newest of all; later ones are put aside. Returns its step.
+
+        Errors: ValueError naming the steps that are there.
+        """
+        steps = self._steps()
+        for step in reversed([known for known in steps if known <= at_most]):
+            try:
+                self.verify(step)
+            except CheckpointDamagedError as error:
+                log.error("event=checkpoint_damaged step=%d error=%r", step, str(error))
+                continue
+            _replace(self._root / TRACKER, msgspec.json.encode(Tracker(step=step)))
+            for later in [known for known in steps if known > step]:
+                aside = self._root / f"undone-{self.path(later).name}"
+                shutil.rmtree(aside, ignore_errors=True)
+                self.path(later).rename(aside)
+            return step
+        raise ValueError(
+            f"must be at least the step of a checkpoint that is there ({', '.join(map(str, steps)) or 'none is'}), got {at_most}"
+        )
+
     def resumable(self) -> list[int]:
         """Steps that a resume may start from, ascending: complete checkpoints, or the model's source before the
         first."""

@@ -27,6 +27,7 @@ from motley_trainer.buffer.core import BufferCore
 from motley_trainer.buffer.db import BufferBrokenError, BufferDb, ForeignBufferError
 from motley_trainer.buffer.ledger import Ledger
 from motley_trainer.buffer.service import RUNNER_OPTIONS, BufferService
+from motley_trainer.checkpoints import CheckpointFolder
 from motley_trainer.settings import ENV_LEFT, ENV_SOCKET, Settings, SettingsError, from_environment
 from motley_trainer.source import SourceError, check_model, task_names, train_tasks
 
@@ -51,6 +52,7 @@ async def _lead(settings: Settings) -> int:
     """Pod 0: the buffer, and this pod's part of the gang."""
     db = _open_buffer(settings)
     settings = replace(settings, run_uid=db.run_uid)
+    _rewind(settings, db)
     if db.get("finished") and db.get("step") >= settings.spec.steps:
         log.info("event=already_finished step=%d", db.get("step"))
         return 0
@@ -95,6 +97,20 @@ def _open_buffer(settings: Settings) -> BufferDb:
             " store.onExisting to Resume to go on from its last checkpoint, or move that folder away, or choose another"
             " metadata.name"
         ) from error
+
+
+def _rewind(settings: Settings, db: BufferDb) -> None:
+    """Once for each value of the field: back to a checkpoint from before. Errors: SettingsError."""
+    wanted = settings.spec.checkpoint.rewind_to_step
+    if wanted is None or db.get("rewound") == wanted:
+        return
+    try:
+        step = CheckpointFolder(settings.durable_folder("checkpoints"), run_uid=settings.run_uid).rewind(wanted)
+    except ValueError as error:
+        raise SettingsError(f"NoSuchCheckpoint: checkpoint.rewindToStep: {error}") from error
+    db.rewind(wanted)
+    db.put(finished=0)
+    log.info("event=rewound to_step=%d from_step=%d", step, db.get("step"))
 
 
 async def _follow(settings: Settings) -> int:

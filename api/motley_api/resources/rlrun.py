@@ -514,6 +514,18 @@ class Store(Model):
 class Checkpoint(Model):
     every_steps: Annotated[int, Field(ge=1, le=1_000_000, description="everySteps: Default: 10.")] = 10
     keep: Annotated[int, Field(ge=1, le=1000, description="keep: newest checkpoints kept. Default: 3.")] = 3
+    rewind_to_step: (
+        Annotated[
+            int,
+            Field(
+                ge=1,
+                le=10_000_000,
+                description="rewindToStep: an edit of it takes the run back, once, to its newest checkpoint of at most this step, and it"
+                " trains on new samples from there. Default: go on.",
+            ),
+        ]
+        | None
+    ) = None
 
 
 class InlineGroup(SamplerGroupTemplate):

@@ -314,10 +314,21 @@ def _fleet_is_sound(cleared: Iterable[str], seen: Series) -> bool:
     return 2 * sum(drawn.get(name, 0) for name in cleared) >= sum(drawn.values()) > 0
 
 
-def judge(guard: Guard, generation: int, held: GuardStatus | None, seen: Series, groups: Iterable[str]) -> Verdict:
-    """The guard's verdict after the newest step. A new generation of the spec frees what was held: a person has looked."""
+def judge(
+    guard: Guard,
+    generation: int,
+    held: GuardStatus | None,
+    seen: Series,
+    groups: Iterable[str],
+    *,
+    reached: int = 0,
+) -> Verdict:
+    """The guard's verdict after the newest step. A new generation of the spec frees what was held: a person has looked.
+
+    reached: the newest step that status knows of. Nobody tells the steps of a run that rests, and they are no news when it goes on.
+    """
     limits = Thresholds.of(guard)
-    newest = seen.run[-1].step if seen.run else 0
+    newest = max(reached, seen.run[-1].step if seen.run else 0)
     if held is None:
         held = GuardStatus(generation=generation)
     elif held.generation != generation:

@@ -125,7 +125,12 @@ def decide(seen: Snapshot, now: datetime) -> Decided:
     )
     series = guard.series(seen.steps)
     verdict = guard.judge(
-        seen.spec.guard, seen.generation, seen.status.guard, series, (group.name for group in seen.groups)
+        seen.spec.guard,
+        seen.generation,
+        seen.status.guard,
+        series,
+        (group.name for group in seen.groups),
+        reached=seen.status.step or 0,
     )
     life = lifecycle.judge(seen, totals, guard_paused=verdict.paused, guard_message=_pause_reason(seen, verdict))
     before = fleet_before(seen)

@@ -441,7 +441,21 @@ def _mismatch_healthy(seen: Snapshot, made: Decided) -> Finding:
     said = next((item.message for item in seen.status.conditions if item.type == "MismatchHealthy"), "")
     before = said if seen.status.guard == verdict.status else ""
     text = verdict.message or before or "held by an earlier decision"
+    if verdict.message and verdict.status.action is GuardAction.PAUSE:
+        text += _way_back(seen, made)
     return Finding("MismatchHealthy", "False", reason.get(action, "Paused"), text)
+
+
+def _way_back(seen: Snapshot, made: Decided) -> str:
+    """The last checkpoint from before it grew."""
+    held, every = made.verdict.status.since_step, seen.spec.checkpoint.every_steps
+    grown = guard.streak(made.series.run, guard.Thresholds.of(seen.spec.guard), held).above
+    if not grown:
+        return ""
+    before = (made.series.run[-1].step - grown) // every * every
+    if before < 1:
+        return "; no checkpoint is from before it grew"
+    return f"; the last checkpoint from before it grew is of step {before}: checkpoint.rewindToStep goes back to it"
 
 
 def _quota(seen: Snapshot) -> Finding:

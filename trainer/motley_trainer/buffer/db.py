@@ -329,8 +329,23 @@ class BufferDb:
                     (step,),
                 )
                 db.execute("update works set state = 'dropped', step = null where step > ?", (step,))
-            _put(db, {"attempt": attempt, "step": step, "published": step, "durable": durable, "finished": 0})
+            pruned = min(step, self.get("pruned"))  # what was older is gone with its batches
+            _put(
+                db,
+                {
+                    "attempt": attempt,
+                    "step": step,
+                    "published": step,
+                    "durable": durable,
+                    "finished": 0,
+                    "pruned": pruned,
+                },
+            )
         return attempt, [msgspec.msgpack.decode(body, type=StepRecord) for (body,) in lost]
+
+    def rewind(self, to_step: int) -> None:
+        """The next resume trains on new batches from there, not on those of the steps that are undone."""
+        self.put(rewound=to_step, pruned=max(self.get("step"), self.get("pruned")))
 
     def commit_step(self, record: StepRecord) -> None:
         with self._transaction() as db:
