@@ -229,6 +229,7 @@ class Cache:
     ) -> int:
         """Forget what a full list of `kind` (namespace, name, uid) no longer has; how many. Objects made since the list stay."""
         there = set(listed)
+        self._unheard.pop(kind, None)  # a watch that begins anew does not show what went meanwhile
         forgotten = 0
         for key in [key for key in (self._pods if kind == "Pod" else self._objects) if key[0] == kind]:
             if kind == "Pod":

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Annotated
 
 import typer
@@ -55,6 +56,21 @@ def reconcile_seconds(env: Mapping[str, str]) -> float:
     return value
 
 
+def overdue(*, loop_s: float, lease_s: float, silence: Mapping[str, timedelta]) -> str:
+    """What /healthz says: ages that are past their limits; "" when none is."""
+    ages = {
+        "the loop turned": (loop_s, UNHEALTHY_AFTER_S),
+        "the lease was looked at": (lease_s, UNHEALTHY_AFTER_S),
+        **{
+            f"a {kind} was written that no watch has shown": (owed.total_seconds(), SILENT_AFTER_S)
+            for kind, owed in sorted(silence.items())
+        },
+    }
+    return "; ".join(
+        f"{age:.0f} s since {what} (limit {limit:.0f} s)" for what, (age, limit) in ages.items() if age > limit
+    )
+
+
 async def serve_operator(env: Mapping[str, str]) -> int:
     """Watches, leads or waits, reconciles; until SIGTERM. The exit code: 1 when a part of it ended by itself."""
     from motley_operator import handlers, metrics
@@ -99,14 +115,11 @@ async def serve_operator(env: Mapping[str, str]) -> int:
 
     def unhealthy() -> str:
         now = time.monotonic()
-        ages = {
-            "the loop turned": (now - controller.last_progress_s, UNHEALTHY_AFTER_S),
-            "the lease was looked at": (now - leadership.last_contact_s, UNHEALTHY_AFTER_S),
-        }
-        for kind, owed in controller.cache.silence(utc_now()).items():
-            ages[f"a {kind} was written that no watch has shown"] = (owed.total_seconds(), SILENT_AFTER_S)
-        late = [f"{age:.0f} s since {what} (limit {limit:.0f} s)" for what, (age, limit) in ages.items() if age > limit]
-        return "; ".join(late)
+        return overdue(
+            loop_s=now - controller.last_progress_s,
+            lease_s=now - leadership.last_contact_s,
+            silence=controller.cache.silence(utc_now()),
+        )
 
     host = env.get(keys.ENV_POD_IP) or "localhost"
     runners = await metrics.serve(

@@ -204,6 +204,12 @@ def test_what_we_wrote_and_no_watch_has_shown_is_the_silence_of_that_watch(cache
     assert cache.silence(later) == {}
 
 
+def test_a_watch_that_began_anew_owes_nothing_of_before(cache: Cache) -> None:
+    cache.wrote(config("a", 99), NOW)
+    cache.reconcile_with("ConfigMap", [], NOW, NOW)
+    assert cache.silence(NOW) == {}
+
+
 def test_a_write_that_changed_nothing_is_owed_by_nobody(cache: Cache) -> None:
     cache.heard("ConfigMap", "99")
     cache.wrote(config("a", 99), NOW)

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import subprocess
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from motley_api import keys
 from motley_operator import handlers
 from motley_operator.cache import CHILD_KINDS, WATCHED
 from motley_operator.kube import Credentials
+from motley_operator.main import overdue
 from operator_world import CHILDREN, Operators, World, eventually
 
 PERIODS_WITHOUT_WRITES_S = 6.0  # twelve looks at MOTLEY_RECONCILE_SECONDS=0.5
@@ -80,6 +82,16 @@ def test_each_list_and_each_watch_of_a_kind_is_noticed() -> None:
     for kind in ("Pod", "RLRun"):
         assert settings.watching.field_selectors.collect(reference(kind)) == []
     assert started == ["Pod", "RLRun"]
+
+
+def test_the_probe_names_what_is_overdue_and_a_quiet_cluster_is_no_fault() -> None:
+    assert overdue(loop_s=1, lease_s=5, silence={}) == ""
+    assert overdue(loop_s=1, lease_s=5, silence={"Pod": timedelta(seconds=180)}) == ""
+    found = overdue(loop_s=1, lease_s=61, silence={"Deployment": timedelta(seconds=181)})
+    assert found == (
+        "61 s since the lease was looked at (limit 60 s); "
+        "181 s since a Deployment was written that no watch has shown (limit 180 s)"
+    )
 
 
 # On the real API server.
