@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,37 @@ def test_tensors_encoded_together_give_the_bytes_that_they_give_one_by_one(
     ]
     assert any("model-00003" in name for name in files[0])
     assert files[0] == files[1] == files[2]
+
+
+def test_a_publish_holds_one_shard_and_one_batch_whatever_the_size_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_model: Any
+):
+    """Counted in the tensors that are alive while the stream goes on: the publisher drops what it has written."""
+    shard_bytes, batch_bytes = 20_000, 5_000
+    monkeypatch.setattr("motley_weights.store.BATCH_BYTES", batch_bytes)
+    most: dict[int, int] = {}
+    for layers in (4, 16):
+        model = make_model(num_hidden_layers=layers)
+        alive: dict[int, int] = {}
+
+        def stream(source: Any = model, alive: dict[int, int] = alive) -> Iterator[tuple[str, torch.Tensor]]:
+            for i, name in enumerate(source.tensors):
+                tensor = source.tensors[name].clone()
+                alive[i] = tensor.nbytes
+                weakref.finalize(tensor.untyped_storage(), alive.pop, i)
+                yield name, tensor
+                del tensor
+                most[source.config["num_hidden_layers"]] = max(
+                    most.get(source.config["num_hidden_layers"], 0), sum(alive.values())
+                )
+
+        store = WeightStore(str(tmp_path / str(layers)), "run", shard_bytes=shard_bytes)
+        report = store.publish(1, stream(), model_dir_files=model.files, views=["bf16"])
+        assert report.complete
+    largest = max(tensor.nbytes for tensor in model.tensors.values())
+    assert max(most.values()) <= shard_bytes + batch_bytes + 6 * largest  # a shard, a batch, incomplete fusion groups
+    assert sum(tensor.nbytes for tensor in model.tensors.values()) > 4 * max(most.values())
+    assert most[16] <= 1.2 * most[4]
 
 
 def test_before_the_first_publish_there_is_nothing(url: str):

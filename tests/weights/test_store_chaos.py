@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 from motley_api.keys import STANDARD_VIEWS
 from motley_weights import codecs
-from motley_weights.backend import Backend, FolderBackend, open_backend
+from motley_weights.backend import Backend, Chunk, FolderBackend, open_backend
 from motley_weights.errors import ViewCorruptError
 from motley_weights.store import DeltaPolicy, WeightStore
 
@@ -163,6 +166,87 @@ def test_a_pull_that_breaks_off_leaves_what_was_served(model: Any, url: str, tmp
     assert store.load(served)
     monkeypatch.undo()
     store.pull("nvfp4", 2, tmp_path)
+
+
+class SlowAndFailing:
+    """Writes in small pieces that others may see, each after a pause, and about every tenth one goes wrong in some way."""
+
+    def __init__(self, inner: Backend, seed: int) -> None:
+        self._inner, self._random = inner, random.Random(seed)
+
+    def write(self, path: str, chunks: Iterable[Chunk]) -> None:
+        content = b"".join(bytes(chunk) for chunk in chunks)
+        self._go_wrong(path, content)
+        for part in (3, 2, 1):
+            self._inner.write(path, [content[: len(content) // part]])
+            time.sleep(0.001)
+
+    def replace(self, path: str, content: bytes) -> None:
+        self._go_wrong(path, content)
+        time.sleep(0.001)
+        self._inner.replace(path, content)
+
+    def _go_wrong(self, path: str, content: bytes) -> None:
+        if self._random.random() < 0.03:
+            # A manifest or pointer is written whole or not at all, by the contract of `replace` and of object stores.
+            if path.endswith("safetensors"):
+                self._inner.write(path, [content[: len(content) // 2]])
+            raise OSError("connection reset")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def test_readers_of_a_slow_and_failing_store_never_hold_a_half_applied_view(make_model: Any, tmp_path: Path):
+    """While eight versions are published over it, readers follow the pointers: every folder that they get is one version,
+    exactly, and versions only grow."""
+    url = str(tmp_path / "store")
+    published: dict[int, dict[str, dict[str, torch.Tensor]]] = {}
+    done = threading.Event()
+    failures: list[str] = []
+    pulled: dict[str, list[int]] = {}
+
+    def follow(view: str) -> None:
+        reader, into, seen = WeightStore(url, "run"), tmp_path / f"pulled-{view}", pulled.setdefault(view, [])
+        try:
+            while not done.is_set():
+                version = reader.latest(view)
+                if version is None or (seen and version == seen[-1]):
+                    time.sleep(0.001)
+                    continue
+                folder = reader.pull(view, version, into)
+                want = published[version][view]
+                got = reader.load(folder)
+                if got.keys() != want.keys() or not all(same_bytes(got[name], want[name]) for name in want):
+                    failures.append(f"{view}: version {version} is a mixture")
+                if seen and version < seen[-1]:
+                    failures.append(f"{view}: went back from {seen[-1]} to {version}")
+                seen.append(version)
+        except Exception as error:
+            failures.append(f"{view}: {type(error).__name__}: {error}")
+
+    slow = SlowAndFailing(open_backend(url), seed=5)
+    policy = DeltaPolicy(tmp_path / "cache", min_file_bytes=0, max_chain=3)
+    store = WeightStore(url, "run", backend=slow, deltas=policy, shard_bytes=8000)
+    readers = [threading.Thread(target=follow, args=(view,)) for view in VIEWS]
+    for reader in readers:
+        reader.start()
+    model = make_model()
+    failed = 0
+    for version in range(1, 9):
+        published[version] = {view: codecs.encode_group(view, model.tensors) for view in VIEWS}
+        failed += len(model.publish(store, version, VIEWS).failed)
+        model.step(seed=version)
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert failures == []
+    assert 2 <= failed <= 12  # the store did fail, and was not only failing
+    assert all(len(seen) >= 2 for seen in pulled.values())
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
 
 
 def test_a_pointer_to_a_version_that_was_changed_afterwards_is_refused(model: Any, tmp_path: Path):
