@@ -95,6 +95,7 @@ def sections(runs: Sequence[Run]) -> Mapping[str, str]:
         "Mismatch": tables.mismatch(runs),
         "Groups": tables.group_table(runs),
         "The guard on these runs": "\n\n".join([tables.figures_table(rows), tables.alarm_table(runs)]),
+        "Size and growth": tables.separation_table(runs),
         "Its thresholds on seeds that they were not chosen on": tables.held_out_table(held_out(runs)),
     }
 

@@ -44,6 +44,15 @@ def collapse_step(rewards: Sequence[float], *, window: int = WINDOW_STEPS, share
     return fall_step(rewards, window=window, share=share)
 
 
+def caught(before_fall: Sequence[float], steady: Sequence[float], allowed: int) -> int:
+    """How many collapsing runs exceeded, before their fall, the lowest limit that at most `allowed` steady runs exceed. Arguments: each
+    run's largest value. Errors: ValueError unless there are more than `allowed` steady runs."""
+    if not 0 <= allowed < len(steady):
+        raise ValueError(f"allowed must be 0 to {len(steady) - 1}, got {allowed}")
+    limit = sorted(steady, reverse=True)[allowed]
+    return sum(value > limit for value in before_fall)
+
+
 @dataclass(frozen=True)
 class Summary:
     """One arm with one seed. Means over the last WINDOW_STEPS steps unless they say otherwise."""

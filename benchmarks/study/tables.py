@@ -9,7 +9,7 @@ from statistics import fmean
 from motley_api.records import StepRecord
 
 from benchmarks.study.alarm import Alarm, HeldOut, figures
-from benchmarks.study.summary import Summary, group_shares
+from benchmarks.study.summary import Summary, caught, group_shares, mean, smoothed
 
 # What the study saw on the mixed fleet (its own arms), in its own units: pass@1 on its main suite.
 STUDY = {
@@ -215,6 +215,40 @@ def figures_table(rows: Mapping[str, Sequence[Alarm]]) -> str:
         "dips (either is right)",
     ]
     return table(header, cells)
+
+
+# The guard judges from the end of its early level on, at the study's lags from step 13.
+EARLY, JUDGED_FROM = slice(7, 12), 13
+SEPARATION_WINDOW_STEPS = 2
+SIGNALS: Mapping[str, Callable[[StepRecord], float]] = {
+    "KL": lambda s: mean(s.kl),
+    "tokens out of range": lambda s: mean(s.out_of_range),
+    "gradient norm": lambda s: s.grad_norm,
+    "entropy": lambda s: mean(s.entropy),
+}
+
+
+def _largest(run: Run, of: Callable[[StepRecord], float], upto: int | None, *, growth: bool) -> float:
+    """Of two-step means from the first judged step to before `upto`; with growth over the mean of steps 8 to 12."""
+    values = [of(step) for step in run.steps]
+    judged = smoothed(values, SEPARATION_WINDOW_STEPS)[JUDGED_FROM - 1 : upto and max(JUDGED_FROM, upto - 1)]
+    return max(judged) / (fmean(values[EARLY]) if growth else 1)
+
+
+def separation_table(runs: Sequence[Run], allowed: Sequence[int] = (0, 2, 4)) -> str:
+    """What a limit on each signal could do at best, its size and its growth."""
+    long = [run for run in runs if len(run.steps) >= JUDGED_FROM]
+    falling, steady = [run for run in long if run.alarm.collapsed], [run for run in long if run.alarm.steady]
+    if not falling or len(steady) <= max(allowed):
+        return f"Wants a collapse and more than {max(allowed)} steady runs."
+    rows = []
+    for name, of in SIGNALS.items():
+        for growth in (False, True):
+            before = [_largest(run, of, run.alarm.collapsed, growth=growth) for run in falling]
+            whole = [_largest(run, of, None, growth=growth) for run in steady]
+            counts = [f"{caught(before, whole, many)} of {len(falling)}" for many in allowed]
+            rows.append([f"{name}, over its early level" if growth else name, *counts])
+    return table(["a limit on", *(f"{many} of {len(steady)} steady runs exceed it" for many in allowed)], rows)
 
 
 def held_out_table(found: Sequence[HeldOut]) -> str:

@@ -110,3 +110,11 @@ def test_a_fixture_says_to_the_guard_what_its_record_says() -> None:
     line = ledger.fixture(whole)
     assert guard.series([msgspec.json.decode(line, type=StepRecord)]) == guard.series([whole])
     assert len(line) < 0.7 * len(msgspec.json.encode(whole))
+
+
+def test_a_limit_is_as_low_as_the_false_alarms_allowed() -> None:
+    # one false alarm allowed: the limit is the second largest steady value, .4
+    assert summary.caught([0.3, 0.5, 0.9], [0.1, 0.4, 0.6], 1) == 2
+    assert summary.caught([0.3, 0.5, 0.9], [0.1, 0.4, 0.6], 0) == 1
+    with pytest.raises(ValueError, match="allowed must be 0 to 2, got 3"):
+        summary.caught([], [0.1, 0.4, 0.6], 3)
