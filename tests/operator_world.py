@@ -6,6 +6,7 @@ status as a kubelet would.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -270,6 +271,13 @@ class World:
             "spec": {"taints": [taint]},
         }
         self.api.call("POST", path_of("Node"), node)
+        self._beat(name, capacity=capacity, allocatable=capacity)
+        if len(self.nodes) == 1:
+            threading.Thread(target=self._beat_on, daemon=True).start()
+        return name
+
+    def _beat(self, node: str, **status: Json) -> None:
+        """As a kubelet says that it lives: a node that falls silent gets a taint after a while."""
         ready = {
             "type": "Ready",
             "status": "True",
@@ -277,14 +285,15 @@ class World:
             "lastHeartbeatTime": now_text(),
             "lastTransitionTime": now_text(),
         }
-        status = {"status": {"capacity": capacity, "allocatable": capacity, "conditions": [ready]}}
-        self.api.call(
-            "PATCH",
-            path_of("Node", name=name, subresource="status"),
-            status,
-            content_type="application/merge-patch+json",
-        )
-        return name
+        body = {"status": {**status, "conditions": [ready]}}
+        path = path_of("Node", name=node, subresource="status")
+        self.api.call("PATCH", path, body, content_type="application/merge-patch+json")
+
+    def _beat_on(self) -> None:
+        while not self.left.wait(10):
+            for name in self.nodes:
+                with contextlib.suppress(AssertionError):  # a machine that is busy otherwise
+                    self._beat(name)
 
     def placed_here(self) -> Json:
         """A pod template for nodes made by `node`."""

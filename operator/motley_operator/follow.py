@@ -77,9 +77,15 @@ def cost_line(status: RLRunStatus) -> Text:
     step, total = status.cost_per_step, status.totals
     if step is None:
         return Text(f"cost so far: ${or_unknown(total.billed_usd if total else None)}")
+    split = [
+        f"samplers {or_unknown(step.sampler_usd)}",
+        f"trainer {or_unknown(step.trainer_usd)}",
+        f"idle {or_unknown(step.idle_usd)}",
+        f"discarded {or_unknown(step.discarded_usd)}, of it stale {or_unknown(step.stale_usd)}",
+    ]
     return Text(
-        f"$/step: billed {or_unknown(step.billed_usd)} (samplers {or_unknown(step.sampler_usd)}, trainer {or_unknown(step.trainer_usd)}), "
-        f"work-priced {or_unknown(step.work_priced_usd)} against {or_unknown(step.baseline_usd)} on the baseline: "
+        f"$/step: billed {or_unknown(step.billed_usd)} ({'; '.join(split)}), work-priced {or_unknown(step.work_priced_usd)} "
+        f"(masked {or_unknown(step.masked_usd)}) against {or_unknown(step.baseline_usd)} on the baseline: "
         f"saving {or_unknown(step.saving_percent, '%')};  total ${or_unknown(total.billed_usd if total else None)}"
     )
 

@@ -319,6 +319,18 @@ def test_a_failed_run_starts_again_once_what_its_trainer_reads_was_edited() -> N
     assert replicas(after)["h100-fp8"] == 1
 
 
+def test_suspending_and_resuming_a_failed_run_tries_it_again() -> None:
+    failed = {"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded", "message": "too many"}
+    seen = gang_gone(with_job(settle(running(), at(60)), failed))
+    assert condition(plan(seen, at(90)), "Succeeded") == ("False", "Failed")
+    rests = settle(replace(seen, spec=study.run_spec(suspend=True), pods=()), at(90))
+    assert JOB not in rests.children
+    assert condition(plan(rests, at(91)), "Succeeded") == ("Unknown", "Suspended")
+    again = settle(replace(rests, spec=study.run_spec()), at(120))
+    assert again.children[JOB]["spec"]["suspend"] is False
+    assert condition(plan(again, at(121)), "Succeeded") == ("Unknown", "Starting")
+
+
 def test_an_object_store_says_what_dies_with_the_trainers_pod() -> None:
     decided = plan(running(spec=study.run_spec(store={"url": "s3://runs"})), at(60))
     assert condition(decided, "StoreDurable") == ("False", "PodScratch")

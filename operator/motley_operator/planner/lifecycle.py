@@ -97,9 +97,9 @@ def restarts_gang(seen: Snapshot, life: Life) -> tuple[str, ...]:
 
 
 def to_retry(seen: Snapshot) -> bool:
-    """The Job failed, and what it failed with has been edited since."""
+    """The Job failed, and a person asks for another try: by an edit of what it failed with, or by suspending the run and resuming it."""
     job = seen.child("Job", names.trainer(seen.name))
-    return job_condition(job, "Failed") is not None and bool(edited_since_start(seen))
+    return job_condition(job, "Failed") is not None and (seen.spec.suspend or bool(edited_since_start(seen)))
 
 
 def invalid_configuration(seen: Snapshot, role: str | None = None) -> str:

@@ -498,7 +498,7 @@ def gang(seen: Snapshot, made: Decided, run: manifests.RunRef, urls: manifests.U
     if lifecycle.to_extend(seen):
         return [_delete(seen, "Job", name, f"complete, and spec.steps is {seen.spec.steps} now")]
     if lifecycle.to_retry(seen):
-        changed = ", ".join(lifecycle.edited_since_start(seen))
+        changed = ", ".join(lifecycle.edited_since_start(seen)) or "suspend"
         return [_delete(seen, "Job", name, f"failed, and {changed} was edited since")]
     if lifecycle.job_condition(job, "Complete") or lifecycle.job_condition(job, "Failed") or made.life.ended:
         return []
