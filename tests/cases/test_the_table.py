@@ -26,7 +26,7 @@ NAMED = named("docs/cases.md") + named("docs/architecture.md")
 def test_the_table_has_every_case_and_every_point() -> None:
     text = (ROOT / "docs/cases.md").read_text()
     numbers = [int(number) for number in re.findall(r"^\| (\d+) \|", text, flags=re.M)]
-    assert numbers == [*range(23, 41), *range(1, 17)]
+    assert {*range(1, 17), *range(23, 41)} <= set(numbers)  # points 1-16, cases 23-40, and cases of other parts
     assert len(NAMED) > 80
 
 
