@@ -35,12 +35,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.study", description=__doc__)
     parser.add_argument("--arm", default="", help=f"comma-separated, of {', '.join(names)}; default: all")
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated (default: 0,1,2)")
-    usual = Settings().learning_rate
-    parser.add_argument("--learning-rate", default=usual, help=f"of every arm (default: {usual})")
-    parser.add_argument("--out", help="ledgers (default: build/study, or build/study-RATE for another learning rate)")
+    usual = Settings()
+    parser.add_argument("--steps", type=int, default=usual.steps, help=f"of every arm (default: {usual.steps})")
+    parser.add_argument("--learning-rate", default=usual.learning_rate, help=f"(default: {usual.learning_rate})")
+    parser.add_argument("--out", help="ledgers (default: build/study, or build/study-STEPS-RATE for other settings)")
     parser.add_argument("--docs", help="where study.md, plots and CSVs go; '': nowhere (default: report, under --out)")
     args = parser.parse_args()
-    settings = Settings(learning_rate=args.learning_rate)
+    if args.steps < 1:
+        parser.error(f"--steps: must be >= 1, got {args.steps}")
+    settings = Settings(steps=args.steps, learning_rate=args.learning_rate)
     known = arms(settings)
     chosen = [name for name in args.arm.split(",") if name] or names
     if unknown := [name for name in chosen if name not in known]:
@@ -48,7 +51,7 @@ def main() -> None:
     if not all(seed.isdecimal() for seed in args.seeds.split(",")):
         parser.error(f"--seeds: must be whole numbers with commas between them, got {args.seeds!r}")
     seeds = [int(seed) for seed in args.seeds.split(",")]
-    suffix = "" if args.learning_rate == usual else f"-{args.learning_rate}"
+    suffix = "" if settings == usual else f"-{settings.steps}-{settings.learning_rate}"
     out = Path(args.out) if args.out else ROOT / f"build/study{suffix}"
     out.mkdir(parents=True, exist_ok=True)
     for seed in seeds:  # seed by seed, so that an interrupted study has whole rows to compare
