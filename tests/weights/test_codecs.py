@@ -169,6 +169,35 @@ def test_independent_readers_decode_the_golden_files_to_the_same_values():
         assert torch.equal(decoded[name], want), name
 
 
+def test_compressed_tensors_reads_the_nvfp4_golden_file_to_the_same_values():
+    """vLLM's package, which knows the layout under other names and divides by a global scale where ModelOpt multiplies. It
+    computes in bfloat16: 8 bits of mantissa, rounded three times.
+    """
+    helpers = pytest.importorskip("compressed_tensors.compressors.nvfp4.helpers", reason="needs the extra test")
+    from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    weights = QuantizationArgs(num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    stored = safetensors.torch.load_file(GOLDEN / "nvfp4.safetensors")
+    decoded = codecs.decode("nvfp4", stored)
+    quantised = [name for name in decoded if codecs.is_quantised(name)]
+    assert quantised
+    for name in quantised:
+        prefix = name.removesuffix(".weight")
+        n, half_k = stored[name].shape
+        values = helpers.unpack_fp4_from_uint8(stored[name], n, 2 * half_k, dtype=torch.float32)
+        want = torch.tensor([*nvfp4.E2M1_VALUES, *(-value for value in nvfp4.E2M1_VALUES)])
+        assert torch.equal(values, want[nvfp4.unpack(stored[name]).to(torch.int32)])
+        renamed = {
+            "weight_packed": stored[name],
+            "weight_scale": stored[f"{prefix}.weight_scale"],
+            "weight_global_scale": 1 / stored[f"{prefix}.weight_scale_2"].reshape(1),
+        }
+        got = NVFP4PackedCompressor.decompress(renamed, scheme)["weight"]
+        torch.testing.assert_close(got.to(torch.float32), decoded[name], rtol=3 * 2**-8, atol=0)
+
+
 # ---------------------------------------------------------------- properties
 
 shapes = st.tuples(st.integers(1, 140), st.integers(1, 12).map(lambda blocks: 16 * blocks))
