@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
-from agent.rig import Rig, generate_headers, publish
+from agent.rig import TOKEN, Rig, generate_headers, publish
 from aiohttp import web
 from aiohttp.test_utils import TestClient
 from engine import tiny
@@ -77,6 +78,36 @@ async def test_bad_bodies_are_400_and_the_engine_goes_on(make_rig: Callable[...,
     assert want in (await answer.json())["error"]["message"]
     good = await client.post("/generate", json=tiny.body(tiny.prompt(5)))
     assert good.status == 200
+    await client.close()
+
+
+async def test_a_prompt_of_100_mb_is_refused_by_its_announced_length_and_by_what_arrives(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig, client = await _serving(make_rig)
+    reader, writer = await asyncio.open_connection(client.host, client.port)
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 100000000\r\n\r\n"
+    writer.write(head.encode())
+    assert (await reader.readline()).split()[1] == b"400"  # not one byte of it was sent
+    writer.close()
+    sent = 0
+
+    async def without_end() -> AsyncIterator[bytes]:
+        nonlocal sent
+        yield b'{"input_ids": ['
+        while sent < 100_000_000:
+            sent += 10_000
+            yield b"1," * 5_000
+
+    try:
+        answer = await client.post("/generate", data=without_end())
+        assert answer.status == 400
+        assert "body must have at most 100000 bytes" in await answer.text()
+    except aiohttp.ClientConnectionError:
+        pass  # the server closed while we still wrote
+    assert sent < 10_000_000
+    assert (await client.post("/generate", json=tiny.body(tiny.prompt(5)))).status == 200
+    assert rig.state.ready
     await client.close()
 
 

@@ -109,6 +109,7 @@ class Engine:
     running: int = 0
     most_running: int = 0
     change: Callable[[dict[str, Any]], None] = lambda reply: None
+    cuts: int = 0  # so many replies are cut off half-way, as middleboxes do after a silence
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         assert request.headers["Authorization"] == f"Bearer {TOKEN}"
@@ -127,6 +128,14 @@ class Engine:
             return said
         reply = self.reply(said, body)
         self.change(reply)
+        if self.cuts:
+            self.cuts -= 1
+            half = web.StreamResponse(headers={"Content-Type": "application/json"})
+            await half.prepare(request)
+            await half.write(json.dumps(reply).encode()[:40])
+            assert request.transport is not None
+            request.transport.abort()
+            return half
         return web.Response(body=b"  \n " + json.dumps(reply).encode(), content_type="application/json")
 
     def reply(self, text: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -72,6 +72,21 @@ async def test_a_failed_turn_is_sent_again_with_the_same_tokens(
     assert world.renewals >= 2  # the router was asked for a better place
 
 
+async def test_a_reply_that_a_middlebox_cut_off_is_asked_for_again_and_is_no_failure_of_the_policy(
+    world: Any, settings: Any, start: Any
+) -> None:
+    world.engine.script = solve
+    world.engine.cuts = 3
+    async with start(settings) as running:
+        world.deal()
+        [episode] = await world.delivered("0/0")
+    assert (episode.reward, episode.ended_by, len(episode.turns)) == (1.0, EndedBy.SUBMIT, 3)
+    sent = [request["input_ids"] for request in world.engine.requests]
+    assert sent[0] == sent[1] == sent[2] == sent[3]
+    assert len(sent) == 6
+    assert running.metric("retries_total", reason="Unreachable") == 3
+
+
 async def test_an_engine_behind_its_version_is_waited_for(world: Any, settings: Any, start: Any) -> None:
     """More often than a failing engine would be: being behind is no failure."""
     world.engine.script = failing_at(0, 20, lambda: web.Response(status=409, headers={"Retry-After": "0.05"}))

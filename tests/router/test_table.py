@@ -180,6 +180,22 @@ def test_a_silent_engine_that_speaks_again_gets_traffic_again() -> None:
     assert placed(table, "s", now_s=LATER_S + 12).engine == "a"
 
 
+def test_a_restarted_engine_gets_no_session_before_it_has_the_weights_that_are_wanted() -> None:
+    table = table_with(state("a", version=7), state("b", version=7))
+    assert placed(table, "on-a").engine == "a"
+    table.hear(state("a", version=-1, ready=False, reason="Loading"), now_s=LATER_S + 1)
+    wanted = {"min_version": 7, "ttl_s": 30, "now_s": LATER_S + 2}
+    assert [placed(table, f"s{n}", now_s=LATER_S + 1).engine for n in range(2)] == ["b", "b"]
+    table.hear(state("a", version=6), now_s=LATER_S + 2)  # applied, but not yet what the trainer asks for
+    lease = table.place("s2", **wanted)  # type: ignore[arg-type]
+    assert isinstance(lease, Lease)
+    assert lease.engine == "b"
+    table.hear(state("a", version=7), now_s=LATER_S + 2)
+    lease = table.place("s3", **wanted)  # type: ignore[arg-type]
+    assert isinstance(lease, Lease)
+    assert lease.engine == "a"
+
+
 def test_an_engine_back_under_a_new_address_is_told_to_its_sessions_at_their_next_renewal() -> None:
     table = table_with(state("a"))
     lease = placed(table, "s")
