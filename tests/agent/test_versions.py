@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,49 @@ async def test_an_unreadable_pointer_leaves_what_is_served_alone(make_rig: Calla
     pointer.unlink()
     await rig.agent.look()
     assert (rig.state.version, rig.state.ready) == (1, True)
+
+
+async def test_sixteen_live_requests_survive_a_publish_and_say_where_they_began_and_ended(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None is aborted; their age counts from the version that they began with."""
+    rig = make_rig()
+    publish(rig, 1)
+    await rig.agent.look()
+    client = await rig.client()
+    scheduler = rig.engine._scheduler
+    assert scheduler is not None
+    begun: set[int] = set()
+    step = scheduler.step
+
+    def waits_for_the_publish() -> None:
+        time.sleep(0.002)
+        if scheduler.version == 2 or len(begun) < 16:
+            step()
+
+    monkeypatch.setattr(scheduler, "step", waits_for_the_publish)
+
+    async def follow(number: int) -> dict[str, Any]:
+        body = {**tiny.body(tiny.prompt(5, seed=number), 110, session_id=f"s{number}"), "stream": True}
+        answer = await client.post("/generate", json=body)
+        last: dict[str, Any] = {}
+        async for line in answer.content:
+            if line.startswith(b"data: {"):
+                last = msgspec.json.decode(line.removeprefix(b"data: "))
+                begun.add(number)
+        return last
+
+    live = [asyncio.create_task(follow(number)) for number in range(16)]
+    await tiny.until(lambda: len(begun) == 16)
+    publish(rig, 2)
+    await rig.agent.look()
+    replies = await asyncio.gather(*live)
+    assert {reply["meta_info"]["finish_reason"]["type"] for reply in replies} == {"length"}
+    assert {len(reply["output_ids"]) for reply in replies} == {110}
+    stamps = {(reply["meta_info"]["start_version"], reply["meta_info"]["end_version"]) for reply in replies}
+    assert stamps == {(1, 2)}
+    assert (rig.state.version, rig.state.ready) == (2, True)
+    await client.close()
 
 
 async def test_an_explicit_rewind_is_followed_also_when_the_number_comes_again(make_rig: Callable[..., Rig]) -> None:
