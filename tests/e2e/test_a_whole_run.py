@@ -1,4 +1,5 @@
-"""One short run on the real control plane: it advances, survives three kills, takes a late group, ends, and leaves nothing.
+"""One short run on the real control plane: it advances, survives three kills, an edit and a rest, takes a late group, ends, and leaves
+nothing.
 
 The tests of this file share one cluster and one run, and follow it in order: each is a chapter of the run's life.
 """
@@ -52,6 +53,10 @@ class Watched:
     def status(self) -> dict[str, Any]:
         status: dict[str, Any] = self.get("rlrun", "demo").get("status", {})
         return status
+
+    def patch(self, spec: dict[str, Any]) -> None:
+        body = json.dumps({"spec": spec})
+        self.cluster.kubectl("patch", "rlrun", "demo", "--type", "merge", "-p", body)
 
     def until(self, what: str, holds: Callable[[], bool], timeout_s: float = 240) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -169,6 +174,33 @@ def test_run_goes_on_from_its_checkpoint_after_the_trainer_is_killed(run: Watche
         "a new attempt passes the step of the old one",
         lambda: run.status["attempt"] > attempt and run.status["step"] > step,
     )
+
+
+def test_an_edit_of_what_the_trainer_reads_starts_it_again_after_a_save(run: Watched) -> None:
+    before = run.status
+    engines = {pod["metadata"]["uid"] for pod in run.pods("default", "motley.dev/role=sampler")}
+    run.patch({"checkpoint": {"keep": 3}})
+    run.until(
+        "a new attempt goes on",
+        lambda: run.status["attempt"] > before["attempt"] and run.status["step"] > before["step"],
+    )
+    after = run.status
+    assert after["totals"]["repeatedSteps"] == before["totals"]["repeatedSteps"]  # it saved before it left
+    assert {pod["metadata"]["uid"] for pod in run.pods("default", "motley.dev/role=sampler")} == engines
+    assert any(item["what"] == "the trainer saves and starts again" for item in after["decisions"])
+
+
+def test_a_suspended_run_holds_no_pod_and_goes_on_where_it_was(run: Watched) -> None:
+    def suspended() -> str:
+        return next(str(item["status"]) for item in run.status["conditions"] if item["type"] == "Suspended")
+
+    run.patch({"suspend": True})
+    run.until("Suspended", lambda: suspended() == "True")
+    before = run.status
+    assert not run.pods("default", "motley.dev/run=demo")
+    run.patch({"suspend": False})
+    run.until_step(before["step"] + 1)
+    assert run.status["totals"]["repeatedSteps"] == before["totals"]["repeatedSteps"]
 
 
 def test_late_group_joins_without_a_restart(run: Watched) -> None:

@@ -278,6 +278,19 @@ def test_steps_that_a_resumed_trainer_repeats_are_new_and_counted_as_repeated() 
     assert ledger.repeated(new, counted((0, 3))) == 2
 
 
+def test_the_lineage_is_without_what_a_later_attempt_undid() -> None:
+    first = [study.step(number, attempt=1) for number in range(1, 8)]
+    second = [study.step(number, attempt=2) for number in (6, 7, 8, 9)]
+    third = [study.step(4, attempt=3)]  # taken back to 3
+    found = ledger.lineage([*first, *second])
+    assert [(record.attempt, record.step) for record in found] == [
+        *((1, step) for step in range(1, 6)),
+        *((2, step) for step in range(6, 10)),
+    ]
+    found = ledger.lineage([*third, *second, *first])
+    assert [(record.attempt, record.step) for record in found] == [(1, 1), (1, 2), (1, 3), (3, 4)]
+
+
 def test_a_steps_time_begins_where_the_one_before_it_ended() -> None:
     steps = [study.step(1), study.step(2, finished_s=500)]
     assert ledger.step_started(steps[1], steps) == at(60)

@@ -361,6 +361,25 @@ def test_a_pause_names_the_last_checkpoint_from_before_it_grew() -> None:
     assert "of step 20: checkpoint.rewindToStep goes back to it" in message(decided, "MismatchHealthy")
 
 
+def test_a_run_that_was_taken_back_is_judged_from_there_on() -> None:
+    kls = [0.01] * 23 + [0.1] * 3
+    steps = tuple(study.step(number, attempt=1, kl=kl) for number, kl in enumerate(kls, 1))
+    paused = settle(replace(settle(running(), at(60)), steps=steps), at(2000))
+    spec = study.run_spec(checkpoint={"rewindToStep": 20})
+    freed = settle(replace(paused, spec=spec, generation=2, pods=(), trainer=None), at(2100))
+    assert freed.status.guard is not None
+    assert (freed.status.guard.action, freed.status.guard.since_step) == (None, 26)
+
+    def again(*kls: float) -> Plan:
+        more = tuple(
+            study.step(number, attempt=2, finished_s=2200 + 60 * number, kl=kl) for number, kl in enumerate(kls, 21)
+        )
+        return plan(replace(freed, steps=(*steps, *more)), at(4000))
+
+    assert condition(again(0.01, 0.01), "MismatchHealthy")[0] == "True"  # the steps that were undone alarm nobody
+    assert condition(again(0.01, 0.1, 0.1, 0.1), "Succeeded") == ("Unknown", "Paused")  # and at step 24, not after 26
+
+
 def test_a_quarantined_group_gets_no_session_and_its_samples_are_refused() -> None:
     def record(number: int) -> records.StepRecord:
         grown = 0.01 if number <= 5 else 0.2

@@ -48,6 +48,19 @@ def repeated(new: Sequence[records.StepRecord], status: RLRunStatus) -> int:
     return count
 
 
+def lineage(steps: Iterable[records.StepRecord]) -> tuple[records.StepRecord, ...]:
+    """Without the steps that a later attempt, which began before them, has undone or will do again."""
+    kept: list[records.StepRecord] = []
+    began: int | None = None  # the first step of the attempts seen so far, from the newest on
+    for record in sorted(steps, key=lambda record: (-record.attempt, record.step)):
+        if not kept or record.attempt != kept[-1].attempt:
+            bound = began
+            began = record.step if began is None else min(began, record.step)
+        if bound is None or record.step < bound:
+            kept.append(record)
+    return tuple(sorted(kept, key=lambda record: record.step))
+
+
 def moment(unix_s: float) -> datetime:
     return datetime.fromtimestamp(unix_s, UTC)
 

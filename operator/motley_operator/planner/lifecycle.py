@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -9,7 +10,8 @@ from enum import StrEnum
 from typing import Any
 
 from motley_api import keys
-from motley_api.resources.rlrun import Totals
+from motley_api.records import StepRecord
+from motley_api.resources.rlrun import GuardStatus, Totals
 
 from motley_operator import manifests, names
 from motley_operator.planner.model import Object, PodView, Snapshot
@@ -85,6 +87,18 @@ def edited_since_start(seen: Snapshot) -> tuple[str, ...]:
 def gang_pods(seen: Snapshot) -> tuple[PodView, ...]:
     """The trainer's pods that have not ended."""
     return tuple(pod for pod in seen.pods if pod.role == keys.ROLE_TRAINER and pod.exists and pod.finished is None)
+
+
+def judged_again(seen: Snapshot, lineage: Sequence[StepRecord]) -> GuardStatus | None:
+    """What the guard holds to; of a run that was taken back, the steps from there on are news to it, whatever it had freed before."""
+    held, back = seen.status.guard, seen.spec.checkpoint.rewind_to_step
+    if held is None or back is None or not lineage:
+        return held
+    newest = lineage[-1]
+    began = min(record.step for record in lineage if record.attempt == newest.attempt)
+    if began > back + 1 or newest.step >= held.since_step:
+        return held
+    return held.model_copy(update={"since_step": began - 1})
 
 
 def restarts_gang(seen: Snapshot, life: Life) -> tuple[str, ...]:

@@ -123,11 +123,12 @@ def decide(seen: Snapshot, now: datetime) -> Decided:
         prices=prices,
         now=now,
     )
-    series = guard.series(seen.steps)
+    lineage = ledger.lineage(seen.steps)
+    series = guard.series(lineage)
     verdict = guard.judge(
         seen.spec.guard,
         seen.generation,
-        seen.status.guard,
+        lifecycle.judged_again(seen, lineage),
         series,
         (group.name for group in seen.groups),
         reached=seen.status.step or 0,
