@@ -167,10 +167,36 @@ def test_groups_to_blame_go_before_the_whole_run_is_paused() -> None:
 
 
 def test_a_run_is_paused_at_once_when_most_of_its_samples_drift() -> None:
-    grown = [*FLAT, *([0.3] * 8)]
+    grown = [
+        *FLAT,
+        *([0.3] * 8),
+    ]  # each of the two beyond the other and the good one together: 30 / ((.3 + .01) / 2 / .01) = 1.9 times
     groups = {"good": [0.01] * 13, "bad": grown, "worse": grown}
     verdicts = follow(steps_of(grown, groups), Guard(), list(groups))
     assert first_step(verdicts, GuardAction.PAUSE) == 8
+
+
+def test_a_group_that_grows_with_the_fleet_is_not_to_blame_for_it() -> None:
+    # all grow fivefold: the run's affair. One grows tenfold more: 50 / 5 = 10 times beyond the rest, against a limit of 3
+    grown = [*FLAT, *([0.05] * 8)]
+    alike = follow(steps_of(grown, {"a": grown, "b": grown, "c": grown}), Guard(), ["a", "b", "c"])
+    assert first_step(alike, GuardAction.PAUSE) == 8
+    assert not any(verdict.status.groups for verdict in alike)
+    groups = {"a": grown, "b": grown, "c": [*FLAT, *([0.5] * 8)]}
+    one_more = follow(steps_of(grown, groups), Guard(), list(groups))
+    assert {name for verdict in one_more for name in groups if verdict.action(name)} == {"c"}
+    # .5 / 5, in words that say so
+    (why,) = {why for verdict in one_more for name, action, why in verdict.news if (name, action) == ("c", "Throttle")}
+    assert why == "KL 0.1 against 0.01 early (limit 3x), the other groups' growth of 5x taken off"
+
+
+def test_a_group_without_numbers_says_nothing_about_the_others() -> None:
+    grown = [*FLAT, *([0.05] * 8)]
+    groups = {"good": [0.01] * 13, "bad": grown, "broken": [*FLAT, *([float("nan")] * 4), *([float("inf")] * 4)]}
+    verdicts = follow(steps_of([0.02] * 13, groups), Guard(), list(groups))
+    assert verdicts[8].action("bad") is GuardAction.QUARANTINE
+    assert verdicts[-1].action("broken") is GuardAction.QUARANTINE  # inf is above every limit
+    assert verdicts[-1].action("good") is None
 
 
 def small_group(kls: Sequence[float], samples: int) -> list[records.StepRecord]:

@@ -4,6 +4,7 @@ What predicts a collapse is that the mismatch grows, not that it is large: a mix
 with the same result. So every signal is compared with its own early level, that of the first `earlySteps` steps after the
 ramp: an asynchronous run starts without lag, and while its samples become as stale as they will be, the mismatch grows manyfold
 whatever the policy does. A run that drifts from its start has no healthy early level; a ceiling on out-of-range tokens is for it.
+A group answers for what it has grown beyond the rest of the fleet: what all of them do is the run's affair.
 
 Steps in a row above a threshold (`patienceSteps` = p) lead to
     a group:  p: throttled (half its share)   2p: quarantined (no sessions, its samples are refused)
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from decimal import Decimal
 from itertools import islice
 from statistics import fmean
@@ -33,6 +34,7 @@ LONGEST_RAMP_STEPS = 32
 # Steps with fewer are pooled: of a small group, or of a small batch.
 SAMPLES_PER_LEVEL = 64
 
+RESIDUE = 1e-9  # what subtracting sums may leave of nothing
 NOTHING = Ratio()
 ORDER = (GuardAction.WARN, GuardAction.THROTTLE, GuardAction.QUARANTINE, GuardAction.PAUSE)
 
@@ -56,11 +58,12 @@ class Level:
         return lag is not None and lag > RAMP_SHARE * (self.step - 1)
 
 
+REST = ("kl", "out_of_range", "lag")  # what of a group's fellows it is compared with
 MEASURES = tuple(field.name for field in fields(Level) if field.name not in ("step", "samples"))
 
 
-def pool(levels: Sequence[Level]) -> Level:
-    """Several steps as one. A step whose sum is not a number counts as not measured."""
+def pool(levels: Sequence[Level], measures: Sequence[str] = MEASURES) -> Level:
+    """Several levels as one, in these measures. One whose sum is not a number counts as not measured."""
 
     def of(name: str) -> Ratio:
         known = [ratio for level in levels if not math.isnan((ratio := getattr(level, name)).num)]
@@ -70,7 +73,7 @@ def pool(levels: Sequence[Level]) -> Level:
     return Level(
         step=levels[-1].step,
         samples=sum(samples) if len(samples) == len(levels) else None,
-        **{name: of(name) for name in MEASURES},
+        **{name: of(name) for name in measures},
     )
 
 
@@ -209,6 +212,71 @@ def alarms(level: Level, start: Level, limits: Thresholds) -> tuple[str, ...]:
     return tuple(found)
 
 
+def beyond_the_rest(seen: Series, early_steps: int) -> Mapping[str, tuple[Level, ...]]:
+    """Every group's levels, their KL and out-of-range share divided by what those of all other groups together have grown to since
+    their early level, where they have grown. Time goes with the number of groups, not its square."""
+    together: dict[int, list[Level]] = {}
+    for levels in seen.groups.values():
+        for level in levels:
+            together.setdefault(level.step, []).append(_finite(level))
+    sums = {step: pool(levels, REST) for step, levels in sorted(together.items())}
+    found = {}
+    for name, levels in seen.groups.items():
+        own = {level.step: _finite(level) for level in levels}
+        rest = {
+            step: _without(whole, own.get(step))
+            for step, whole in sums.items()
+            if step not in own or len(together[step]) > 1
+        }
+        start = early(tuple(rest.values()), early_steps)
+        found[name] = tuple(_beyond(level, rest.get(level.step), start) for level in levels)
+    return found
+
+
+def _finite(level: Level) -> Level:
+    if math.isfinite(level.kl.num + level.out_of_range.num):
+        return level
+    kl, outside = (ratio if math.isfinite(ratio.num) else NOTHING for ratio in (level.kl, level.out_of_range))
+    return replace(level, kl=kl, out_of_range=outside)
+
+
+def _without(whole: Level, part: Level | None) -> Level:
+    """`whole` is a sum that `part` is in; None: it is not."""
+    if part is None:
+        return whole
+
+    def less(name: str) -> Ratio:
+        all_of, one = getattr(whole, name), getattr(part, name)
+        return Ratio(max(0.0, all_of.num - one.num), max(0.0, all_of.den - one.den))
+
+    samples = None if whole.samples is None or part.samples is None else whole.samples - part.samples
+    return Level(step=whole.step, samples=samples, **{name: less(name) for name in REST})
+
+
+def _beyond(level: Level, rest: Level | None, start: Level | None) -> Level:
+    if rest is None or start is None or level.step <= start.step:
+        return level
+
+    def less(own: Ratio, now: Ratio, before: Ratio) -> Ratio:
+        value, early_value = mean(now), mean(before)
+        if value is None or early_value is None or early_value < RESIDUE or value <= early_value:
+            return own
+        return Ratio(own.num * early_value / value, own.den)
+
+    return replace(
+        level,
+        kl=less(level.kl, rest.kl, start.kl),
+        out_of_range=less(level.out_of_range, rest.out_of_range, start.out_of_range),
+    )
+
+
+def _taken_off(whole: Sequence[Level], own: Sequence[Level]) -> str:
+    """What the numbers of a group's alarm are short of, at its newest step."""
+    if not own or not own[-1].kl.num > 0 or whole[-1].kl.num < 1.05 * own[-1].kl.num:
+        return ""
+    return f", the other groups' growth of {whole[-1].kl.num / own[-1].kl.num:.2g}x taken off"
+
+
 @dataclass(frozen=True)
 class Streak:
     """How long a series has been above its thresholds, up to its end; and below, likewise."""
@@ -341,8 +409,9 @@ def judge(
     blamed: list[str] = []
     cleared: list[str] = []
     names = sorted(set(groups))
+    own = beyond_the_rest(seen, guard.early_steps)
     for name in names:
-        found = streak(seen.groups.get(name, ()), limits, held.since_step)
+        found = streak(own.get(name, ()), limits, held.since_step)
         action = _group_action(found, before.get(name), guard)
         if action is not None:
             now[name] = action
@@ -353,7 +422,9 @@ def judge(
                 (
                     name,
                     action.value if action else "Lifted",
-                    found.why or f"below its thresholds for {found.below} steps",
+                    found.why + _taken_off(seen.groups[name], own[name])
+                    if found.why
+                    else f"below its thresholds for {found.below} steps",
                 )
             )
 
