@@ -129,6 +129,27 @@ def test_least_recently_used_idle_slot_makes_room() -> None:
     assert [slot.session for slot in table.slots] == ["c", "b"]
 
 
+def test_the_slot_of_a_session_that_ended_is_taken_first_and_still_serves_its_prompts_other_samples() -> None:
+    table = SlotTable(3, positions=100)
+
+    def turn(tokens: list[int], session: str) -> tuple[int, int]:
+        found = table.place(tokens, version=1, cache_key="", session=session, reuse_at_most=len(tokens) - 1)
+        assert found is not None
+        found.slot.tokens = list(tokens)
+        table.release(found.slot)
+        return found.slot.index, found.cached
+
+    prompt = [1, 2, 3, 4]
+    assert turn([9, 9, 9], "waits-long-for-a-tool") == (0, 0)
+    assert turn([*prompt, 5], "ends") == (1, 0)
+    assert turn([8, 8, 8], "other") == (2, 0)
+    table.forget_session("ends")
+    assert turn([*prompt, 6], "sibling") == (1, 4)  # in place: nobody needs the 5
+    table.forget_session("other")
+    assert turn([7, 7, 7], "new") == (2, 0)  # not slot 0, which was idle for longer
+    assert turn([9, 9, 9, 9], "waits-long-for-a-tool") == (0, 3)
+
+
 def test_common_prefix_is_the_longest() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):

@@ -51,7 +51,8 @@ class SlotTable:
             return None
         best, cached = self._longest_prefix(prompt, version, cache_key, session, reuse_at_most)
         # In place when nothing of another session's is lost by it; else beside it, in the slot that was idle longest.
-        in_place = best is not None and not best.busy and (best.session == session or cached == len(best.tokens))
+        nobodys = best is not None and best.session in ("", session)
+        in_place = best is not None and not best.busy and (nobodys or cached == len(best.tokens))
         target = (
             best
             if best is not None and in_place
@@ -95,9 +96,10 @@ class SlotTable:
                 slot.forget()
 
     def forget_session(self, session: str) -> None:
+        """Its slots are the first to be taken; until then other samples of its prompt may use what they hold."""
         for slot in self.slots:
             if slot.session == session and not slot.busy:
-                slot.forget()
+                slot.session, slot.used_at = "", 0
 
     def flush(self) -> None:
         for slot in self.slots:
