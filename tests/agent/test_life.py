@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import pytest
 from agent.rig import TOKEN, Clock, Rig, publish
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -299,6 +300,44 @@ def test_only_ends_of_the_last_hour_count(tmp_path: Path) -> None:
     assert retirement.due()
     (tmp_path / "scratch/gave-up.json").write_text("[1, 2")
     assert not retirement.due()
+
+
+@pytest.mark.parametrize("session", ["", "known"])
+async def test_a_pull_that_takes_long_holds_up_nobody_who_leaves(
+    make_rig: Callable[..., Rig], monkeypatch: Any, session: str
+) -> None:
+    """Without sessions the agent leaves at once, with one at the drain's deadline."""
+    clock = Clock()
+    rig = make_rig(clock=clock, drain_seconds=60)
+    publish(rig, 1)
+    pulling, let_go = threading.Event(), threading.Event()
+    pull = rig.source.pull
+
+    def slow(version: int, *, fresh: bool = False) -> Any:
+        if version == 2:
+            pulling.set()
+            let_go.wait(30)
+        return pull(version, fresh=fresh)
+
+    monkeypatch.setattr(rig.source, "pull", slow)
+    said: list[str] = []
+
+    async def goodbye() -> None:
+        said.append("goodbye")
+
+    running = asyncio.create_task(rig.agent.run(goodbye))
+    await tiny.until(lambda: rig.state.ready)
+    rig.agent.sessions.touch(session, clock() + 1000)  # as if it were heard of all the time
+    publish(rig, 2)
+    await tiny.until(pulling.is_set)
+    rig.agent.leave()
+    if session:
+        await asyncio.sleep(0.05)
+        assert not running.done()
+        clock.now += 61
+    assert await asyncio.wait_for(running, 30) == 0
+    assert said == ["goodbye"]
+    let_go.set()
 
 
 def test_every_reason_that_the_agent_refuses_a_version_with_is_one_that_the_operator_reads() -> None:

@@ -92,19 +92,20 @@ class Agent:
         try:
             if self._retirement.due():
                 return await self._retire()
+            looking: asyncio.Task[None] | None = None
             while not self._leaving.is_set():
                 if (failure := self.engine.failed()) is not None:
                     log.error("event=engine_failed ends=%d reason=%r", self._retirement.gave_up(), failure)
                     self.standing.reason, self.standing.message = "EngineFailed", failure
                     return keys.EXIT_GAVE_UP
-                await self.look()
+                looking = await self._look_unless_leaving()
                 standing = self.standing
                 if standing.failures >= self.settings.max_failures:
                     ends = self._retirement.gave_up()
                     log.error("event=gave_up ends=%d reason=%s message=%r", ends, standing.reason, standing.message)
                     return keys.EXIT_GAVE_UP
                 await self._pause(self.settings.retry_s if self.standing.failures else self.settings.poll_s)
-            await self._drain()
+            await self._drain(looking)
             return EXIT_OK
         finally:
             try:
@@ -283,15 +284,40 @@ class Agent:
         self.standing.draining = True
         self._leaving.set()
 
-    async def _drain(self) -> None:
-        """Known sessions go on until each was idle for session_idle_s, or drainSeconds are over. New weights still come."""
-        while self._clock() < self._drain_until:
-            busy = self.in_flight or self.sessions.active(self._clock(), self.settings.session_idle_s)
-            if not busy or self.engine.failed() is not None:
-                break
-            await self.look()
-            await asyncio.sleep(min(self.settings.poll_s, max(0.0, self._drain_until - self._clock())))
+    async def _drain(self, looking: asyncio.Task[None] | None) -> None:
+        """Known sessions go on until each was idle for session_idle_s, or drainSeconds are over. New weights still come, if
+        they come in time: a pull may take longer than anyone waits."""
+        try:
+            while (left_s := self._drain_until - self._clock()) > 0:
+                busy = self.in_flight or self.sessions.active(self._clock(), self.settings.session_idle_s)
+                if not busy or self.engine.failed() is not None:
+                    break
+                if looking is None:
+                    looking = asyncio.create_task(self.look())
+                await asyncio.wait([looking], timeout=min(self.settings.poll_s, left_s))
+                if looking.done():
+                    looking.result()
+                    looking = None
+                    await asyncio.sleep(min(self.settings.poll_s, left_s))
+        finally:
+            if looking is not None:
+                looking.cancel()
         log.info("event=drained in_flight=%d", self.in_flight)
+
+    async def _look_unless_leaving(self) -> asyncio.Task[None] | None:
+        """One look; when the agent is told to leave meanwhile, the look that goes on."""
+        looking, leaving = asyncio.create_task(self.look()), asyncio.create_task(self._leaving.wait())
+        try:
+            await asyncio.wait([looking, leaving], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            looking.cancel()
+            raise
+        finally:
+            leaving.cancel()
+        if not looking.done():
+            return looking
+        looking.result()
+        return None
 
     async def _pause(self, seconds: float) -> None:
         try:
