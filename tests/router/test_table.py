@@ -206,12 +206,39 @@ def test_an_engine_back_under_a_new_address_is_told_to_its_sessions_at_their_nex
 def test_a_suspect_engine_gets_no_new_session_until_it_is_heard_of_again_and_keeps_its_old_ones() -> None:
     table = table_with(state("a"), state("b"))
     lease = placed(table, "s")
-    table.suspect("a")
+    table.suspect("a", now_s=LATER_S)
     assert placed(table, "s2").engine == "b"
     assert placed(table, "s3").engine == "b"
     assert table.renew(lease, now_s=LATER_S) == lease
     table.hear(state("a"), now_s=LATER_S + 1)
     assert placed(table, "s4", now_s=LATER_S + 1).engine == "a"
+
+
+def test_an_engine_that_is_heard_of_and_never_reached_gets_fewer_and_fewer_sessions_and_all_again_once_it_is() -> None:
+    """By time of trust, not by failure: a hundred sessions that fail together are one suspicion."""
+    table = table_with(state("a"), state("b", max_sessions=200))
+    trusted_at = []
+    for second in range(121):
+        now_s = LATER_S + second
+        for name, size in (("a", 4), ("b", 200)):
+            table.hear(state(name, max_sessions=size), now_s=now_s)
+        lease = placed(table, f"s{second}", now_s=now_s, ttl_s=600)
+        if lease.engine == "a":
+            trusted_at.append(second)
+            for _ in range(100):
+                table.suspect("a", now_s=now_s)
+            assert table.avoid(f"s{second}", now_s=now_s) is not None
+    # Each time it is trusted the next session finds nobody there. Heartbeats come every second: held for
+    # 0 (so 1), 2, 4, 8, 16, 32, 60 s.
+    assert trusted_at == [0, 1, 3, 7, 15, 31, 63]
+    table.end("s120", now_s=LATER_S + 120)
+    later_s = LATER_S + 63 + 121
+    for name, size in (("a", 4), ("b", 200)):
+        table.hear(state(name, max_sessions=size), now_s=later_s)
+    table.suspect("a", now_s=later_s)
+    table.hear(state("a"), now_s=later_s + 1)  # long after the last one it is a first one again
+    table.hear(state("b", max_sessions=200), now_s=later_s + 1)
+    assert placed(table, "well", now_s=later_s + 1).engine == "a"
 
 
 def test_an_engine_whose_preemptions_grow_is_passed_over_until_they_have_stood_still_for_a_while() -> None:

@@ -62,6 +62,9 @@ class Limits:
     kv_full_percent: int = 95
     preemption_hold_s: float = 10.0
     """No new sessions for this long after an engine's preemption count grew."""
+    suspect_hold_s: float = 60.0
+    """The longest that an engine stays suspect although it is heard of: heartbeats that come say nothing of an address that
+    nobody reaches. The first suspicion ends with the next heartbeat, each further one lasts twice as long as the last."""
     remember_ended_s: float = 30.0
     """For this long a session that its holder ended is not relearned from a late renewal."""
     remember_expired_s: float = 600.0
@@ -78,9 +81,30 @@ class Engine:
     heard_s: float
     preempted_s: float = -math.inf  # when its preemption count was last seen to grow
     suspect: bool = False
+    suspicions: int = 0  # in a row, none of them long ago
+    suspected_s: float = -math.inf  # when the last one began
 
     def timed_out(self, now_s: float, limits: Limits) -> bool:
         return now_s - self.heard_s > limits.engine_timeout_s
+
+
+def suspected(engine: Engine, now_s: float, limits: Limits) -> Engine:
+    """A connect failed. Many sessions that fail together are one suspicion."""
+    if engine.suspect:
+        return engine
+    long_ago = now_s - engine.suspected_s > 2 * limits.suspect_hold_s
+    count = 1 if long_ago else engine.suspicions + 1
+    return dataclasses.replace(engine, suspect=True, suspicions=count, suspected_s=now_s)
+
+
+def heard(engine: Engine | None, state: EngineState, now_s: float, limits: Limits) -> Engine:
+    """What is known of an engine after a heartbeat."""
+    if engine is None:
+        return Engine(state, now_s)
+    preempted_s = now_s if state.preemptions > engine.state.preemptions else engine.preempted_s
+    hold_s = 0.0 if engine.suspicions < 2 else min(limits.suspect_hold_s, 2.0 ** (engine.suspicions - 1))
+    suspect = engine.suspect and now_s - engine.suspected_s < hold_s
+    return dataclasses.replace(engine, state=state, heard_s=now_s, preempted_s=preempted_s, suspect=suspect)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

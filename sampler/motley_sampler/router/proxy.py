@@ -232,16 +232,16 @@ class Proxy:
                 failure = "left"
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 failure = f"cannot be reached: {error}"
-                self.router.table.suspect(lease.engine)
+                self.router.table.suspect(lease.engine, now_s=self.router.clock())
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
                 failure = f"broke off: {error!r}"
                 # A pooled connection may have gone stale: the same engine gets one more try before it is suspected.
                 if dropped_by == lease.engine:
-                    self.router.table.suspect(lease.engine)
+                    self.router.table.suspect(lease.engine, now_s=self.router.clock())
                 dropped_by = lease.engine
             except aiohttp.ClientError as error:
                 failure = f"broke off: {error!r}"
-                self.router.table.suspect(lease.engine)
+                self.router.table.suspect(lease.engine, now_s=self.router.clock())
             log("relay-failed", session=lease.session, engine=lease.engine, failure=failure)
             if reply.content_sent:
                 raise RequestError(502, "EngineFailed", f"engine {lease.engine} {failure} in mid-reply")

@@ -134,7 +134,7 @@ class Router:
                 self._tell_moves([Move(known, None)])
             raise RequestError(404, "SessionLost", f"group {lease.group!r} has no engine for session {lease.session!r}")
         if request.query.get("unreachable") == renewed.engine:
-            self.table.suspect(renewed.engine)
+            self.table.suspect(renewed.engine, now_s=self.clock())
         if renewed.engine in (request.query.get("unreachable"), request.query.get("refused")):
             renewed = self.table.avoid(lease.session, now_s=self.clock()) or renewed
         self.metrics.renewals.inc()

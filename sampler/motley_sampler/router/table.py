@@ -144,16 +144,13 @@ class Table:
         return True
 
     def hear(self, state: EngineState, *, now_s: float) -> tuple[Move, ...]:
-        """A heartbeat; it clears suspicion. Only an engine that changed its group causes moves: it left the old one."""
+        """A heartbeat; it clears a first suspicion. Only an engine that changed its group causes moves: it left the old one."""
         known = self.engines.get(state.id)
         moves: tuple[Move, ...] = ()
         if known is not None and known.state.group != state.group:
             moves = self.forget_engine(state.id, now_s=now_s)
             known = None
-        preempted_s = known.preempted_s if known else float("-inf")
-        if known is not None and state.preemptions > known.state.preemptions:
-            preempted_s = now_s
-        self.engines[state.id] = Engine(state, now_s, preempted_s)
+        self.engines[state.id] = placement.heard(known, state, now_s, self.limits)
         self._engines_of_group.setdefault(state.group, set()).add(state.id)
         self._silent.discard(state.id)
         return moves
@@ -169,10 +166,10 @@ class Table:
         self._silent.discard(engine_id)
         return self._move_from((engine_id,), now_s)
 
-    def suspect(self, engine_id: str) -> None:
+    def suspect(self, engine_id: str, *, now_s: float) -> None:
         """A connect failed: no new sessions for the engine until it is heard of again. Its old sessions stay."""
         if engine_id in self.engines:
-            self.engines[engine_id] = dataclasses.replace(self.engines[engine_id], suspect=True)
+            self.engines[engine_id] = placement.suspected(self.engines[engine_id], now_s, self.limits)
 
     # Sessions.
 
