@@ -336,7 +336,9 @@ def test_an_object_store_says_what_dies_with_the_trainers_pod() -> None:
     assert condition(decided, "StoreDurable") == ("False", "PodScratch")
     assert "start" in message(decided, "StoreDurable")
     assert any(event.reason == "PodScratch" and event.type == "Warning" for event in decided.events)
-    assert condition(plan(running(), at(60)), "StoreDurable") == ("True", "FileSystem")
+    assert condition(plan(running(), at(60)), "StoreDurable") == ("Unknown", "NoClaim")
+    claimed = running(spec=study.run_spec(store={"url": "file:///store", "claimName": "runs"}))
+    assert condition(plan(claimed, at(60)), "StoreDurable") == ("True", "FileSystem")
 
 
 def test_a_run_that_goes_on_with_anothers_folder_pays_for_none_of_its_steps() -> None:

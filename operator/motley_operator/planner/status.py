@@ -393,6 +393,9 @@ def _price(seen: Snapshot, made: Decided) -> Finding:
 
 def _store(seen: Snapshot) -> Finding:
     store = seen.spec.store
+    if names.store_mount(store.url) is not None and not store.claim_name:
+        text = f"{store.url} is a path and store.claimName is not set: it must be one folder in all pods, as nothing is mounted there"
+        return Finding("StoreDurable", "Unknown", "NoClaim", text)
     if names.store_mount(store.url) is not None:
         text = f"checkpoints, trajectories, weights and ledger lie under {store.url}"
         return Finding("StoreDurable", "True", "FileSystem", text)
