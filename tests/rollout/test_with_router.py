@@ -41,7 +41,10 @@ class RealRouter:
 @pytest_asyncio.fixture
 async def router() -> AsyncIterator[RealRouter]:
     runner = web.AppRunner(
-        build_app(Router(RouterSettings(token=TOKEN, limits=Limits(warm_up_s=0.0), lease_ttl_s=1.0))), access_log=None
+        build_app(
+            Router(RouterSettings(token=TOKEN, limits=Limits(warm_up_s=0.0, engine_timeout_s=600), lease_ttl_s=1.0))
+        ),
+        access_log=None,
     )
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
