@@ -27,6 +27,7 @@ from motley_local.nodes import NodeSpec, default_nodes, monitor_grace_s
 from motley_local.processes import Child, ChildFailedError, descendants, memory_mib, parent_of_each
 
 AGENT_STOP_GRACE_S = 15.0
+NODE_TIMEOUT_S = 0.3  # to register one node, on a machine at its limit
 
 
 def find_repo_root(start: Path = Path(__file__)) -> Path:
@@ -163,13 +164,12 @@ class LocalCluster:
             death_signal=signal.SIGTERM,
         )
         ready = folder / "agent.ready"
-        deadline_s = time.monotonic() + READY_TIMEOUT_S
+        limit_s = READY_TIMEOUT_S + NODE_TIMEOUT_S * len(self.nodes)
+        deadline_s = time.monotonic() + limit_s
         while not ready.exists():
             self.check()
             if time.monotonic() > deadline_s:
-                raise ChildFailedError(
-                    f"the agent was not ready after {READY_TIMEOUT_S:.0f} s; {self._agent.log_tail()}"
-                )
+                raise ChildFailedError(f"the agent was not ready after {limit_s:.0f} s; {self._agent.log_tail()}")
             time.sleep(POLL_S)
 
     def check(self) -> None:
