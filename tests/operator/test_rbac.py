@@ -50,10 +50,18 @@ class Installed:
     env: dict[str, str]
 
     def may(self, verb: str, resource: str, namespace: str) -> bool:
-        what, _, sub = resource.partition("/")
-        question = ["can-i", verb, what, *([f"--subresource={sub}"] if sub else [])]
-        answer = self.world.cluster.kubectl("auth", *question, f"--as={self.account}", "-n", namespace, check=False)
-        return answer.stdout.strip() == "yes"
+        """`resource` as plural/subresource.group."""
+        what, _, group = resource.partition(".")
+        plural, _, sub = what.partition("/")
+        asked = {"namespace": namespace, "verb": verb, "group": group, "resource": plural, "subresource": sub}
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SubjectAccessReview",
+            "spec": {"user": self.account, "resourceAttributes": asked},
+        }
+        answer = self.world.api.call("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", review)
+        assert answer is not None
+        return bool(answer["status"]["allowed"])
 
 
 def rendered(release: str, system: str, watched: str) -> list[Json]:
@@ -114,16 +122,16 @@ def test_a_run_lives_and_goes_with_the_charts_rights_alone(installed: Installed)
     eventually(lambda: len(world.pods()) == 5, "one pod each")
     world.apply(world.group_manifest("late"))
     eventually(lambda: world.get("Deployment", "late"), "a late group is adopted and served")
-    groups = world.manifest()["spec"]["samplerGroups"]
-    world.patch("RLRun", world.run, {"spec": {"samplerGroups": groups[:1]}})
-    eventually(
-        lambda: world.get("SamplerGroup", world.named("b200-nvfp4")) is None, "a group that is listed no more goes"
-    )
     world.patch("RLRun", world.run, {"spec": {"suspend": True}})
     world.until("Suspended", "True")
     world.patch("RLRun", world.run, {"spec": {"suspend": False}})
     world.until("Suspended", "False")
     eventually(lambda: world.pods("trainer"), "it goes on")
+    groups = world.manifest()["spec"]["samplerGroups"]
+    world.patch("RLRun", world.run, {"spec": {"samplerGroups": groups[:1]}})
+    eventually(
+        lambda: world.get("SamplerGroup", world.named("b200-nvfp4")) is None, "a group that is listed no more goes"
+    )
     said = {event["reason"] for event in world.list("Event") if event["involvedObject"]["kind"] == "RLRun"}
     assert "Suspended" in said
     lease = world.api.call("GET", f"/apis/coordination.k8s.io/v1/namespaces/{installed.system}/leases/motley-operator")
