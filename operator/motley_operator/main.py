@@ -85,6 +85,7 @@ async def serve_operator(env: Mapping[str, str]) -> int:
     credentials = load_credentials(env)
     namespace = env.get(ENV_WATCH_NAMESPACE) or None
     kube, telemetry, shown = Kube(credentials), Telemetry(), metrics.Metrics()
+    lease_kube = Kube(credentials)  # so that a renewal never waits for a connection behind a thousand other requests
     images = {f"image_{role}": env[name] for role, name in IMAGES.items() if env.get(name)}
     active_s = reconcile_seconds(env)
     pace = Pace(active_s=active_s, resize_s=20 * active_s)
@@ -100,14 +101,17 @@ async def serve_operator(env: Mapping[str, str]) -> int:
     )
     identity = env.get(keys.ENV_POD_NAME) or f"{os.uname().nodename}-{os.getpid()}"
     leadership = Leadership(
-        kube, namespace=env.get(keys.ENV_NAMESPACE) or credentials.namespace, identity=identity, clock=time.monotonic
+        lease_kube,
+        namespace=env.get(keys.ENV_NAMESPACE) or credentials.namespace,
+        identity=identity,
+        clock=time.monotonic,
     )
 
     def refresh() -> None:
         shown.leader.set(leadership.is_leader)
         shown.objects.set(controller.cache.size())
         shown.runs.set(len(controller.memory))
-        for method, count in kube.requests.items():
+        for method, count in (kube.requests + lease_kube.requests).items():
             shown.requests.labels(method).set(count)
         silence = controller.cache.silence(utc_now())
         for kind in WATCHED:
@@ -154,6 +158,7 @@ async def serve_operator(env: Mapping[str, str]) -> int:
         await runner.cleanup()
     await telemetry.close()
     await kube.close()
+    await lease_kube.close()
     log.info("event=stopped identity=%s", identity)
     return 1 if ended else 0
 
