@@ -185,6 +185,9 @@ def test_a_group_that_grows_with_the_fleet_is_not_to_blame_for_it() -> None:
     groups = {"a": grown, "b": grown, "c": [*FLAT, *([0.5] * 8)]}
     one_more = follow(steps_of(grown, groups), Guard(), list(groups))
     assert {name for verdict in one_more for name in groups if verdict.action(name)} == {"c"}
+    assert (
+        first_step(one_more, GuardAction.PAUSE) == 8
+    )  # a and b are far above their early levels too: throwing c out saves nothing
     # .5 / 5, in words that say so
     (why,) = {why for verdict in one_more for name, action, why in verdict.news if (name, action) == ("c", "Throttle")}
     assert why == "KL 0.1 against 0.01 early (limit 3x), the other groups' growth of 5x taken off"

@@ -376,10 +376,12 @@ def growth(levels: Sequence[Level], early_steps: int, last: int = 3) -> Decimal 
     return Decimal(repr(fmean(recent) / before)).quantize(Decimal("0.01"))
 
 
-def _fleet_is_sound(cleared: Iterable[str], seen: Series) -> bool:
-    """Whether the groups that are below every threshold drew at least half of the newest samples. One not judged yet is not cleared."""
+def _fleet_is_sound(seen: Series, limits: Thresholds, since_step: int) -> bool:
+    """Whether groups that are below every threshold, and not only beside the rest, drew at least half of the newest samples. One not
+    judged yet is not cleared."""
     drawn = {name: levels[-1].samples or 0 for name, levels in seen.groups.items() if levels}
-    return 2 * sum(drawn.get(name, 0) for name in cleared) >= sum(drawn.values()) > 0
+    cleared = [name for name in drawn if streak(seen.groups[name], limits, since_step).below]
+    return 2 * sum(drawn[name] for name in cleared) >= sum(drawn.values()) > 0
 
 
 def judge(
@@ -406,8 +408,7 @@ def judge(
 
     before = {item.name: item.action for item in held.groups}
     now: dict[str, GuardAction] = {}
-    blamed: list[str] = []
-    cleared: list[str] = []
+    blamed = False
     names = sorted(set(groups))
     own = beyond_the_rest(seen, guard.early_steps)
     for name in names:
@@ -415,8 +416,7 @@ def judge(
         action = _group_action(found, before.get(name), guard)
         if action is not None:
             now[name] = action
-        if found.above or found.below:
-            (blamed if found.above else cleared).append(name)
+        blamed = blamed or found.above > 0
         if action is not before.get(name):
             news.append(
                 (
@@ -430,7 +430,8 @@ def judge(
 
     whole = streak(seen.run, limits, held.since_step)
     p = guard.patience_steps
-    pause_after = 4 * p if blamed and _fleet_is_sound(cleared, seen) else math.ceil(1.5 * p)
+    groups_first = blamed and whole.above > 0 and _fleet_is_sound(seen, limits, held.since_step)
+    pause_after = 4 * p if groups_first else math.ceil(1.5 * p)
     wanted = GuardAction.PAUSE if whole.above >= pause_after else GuardAction.WARN if whole.above >= p else None
     fell = entropy_fell(seen.run, limits, held.since_step)
     wanted = _stronger(_capped(wanted, guard.action), GuardAction.WARN if fell else None)
