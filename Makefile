@@ -36,8 +36,9 @@ test-e2e: setup ## one short run end to end on the local cluster
 	@$(PY) -m pytest -q -m e2e --e2e $(ARGS)
 
 .PHONY: test-sglang
-test-sglang: venv-sglang ## the tests that need the real SGLang server
-	@$(PY) -m pytest -q -m sglang tests/engine tests/agent $(ARGS)
+test-sglang: venv-sglang ## the tests that need the real SGLang server, a run on the local cluster among them
+	@$(PY) -m motley_local.main build
+	@$(PY) -m pytest -q -m sglang tests/engine tests/agent tests/e2e $(ARGS)
 
 .PHONY: study
 study: setup ## the mixed-precision ablation in miniature (ARM=..., SEEDS=...)
@@ -63,6 +64,15 @@ tiny-model: setup ## make the demo's model and tasks again
 lock: ## pin the dependencies again
 	@.venv/bin/uv pip compile -q pyproject.toml --extra demo --extra test --extra s3 --universal --python-version 3.12 \
 	  --generate-hashes --no-annotate --no-header --no-emit-index-url --upgrade -o requirements.txt
+
+SGLANG_LEFT_OUT := sglang-kernel flashinfer-python flash-attn-4 humming-kernels nvidia-cutlass-dsl nvidia-cutlass-dsl-libs-base \
+  nvidia-cutlass-dsl-libs-core nvidia-cutlass-dsl-libs-cu12 nvidia-cutlass-dsl-libs-cu13 nvidia-mathdx nvshmem4py-cu13 quack-kernels \
+  sgl-deep-ep sgl-deep-gemm sgl-flash-mla tilelang cuda-tile cuda-core nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt \
+  nvidia-cudnn-frontend nvidia-cuda-cccl outlines outlines-core z3-solver
+.PHONY: lock-sglang
+lock-sglang: setup ## pin SGLang again, without what only runs on a GPU
+	@echo 'sglang==0.5.23' | .venv/bin/uv pip compile -q - --universal --python-version 3.12 \
+	  --generate-hashes --no-annotate --no-header --no-emit-index-url $(SGLANG_LEFT_OUT:%=--no-emit-package %) -o requirements-sglang.txt
 
 # A rule of its own: the benchmark cannot be named after the standard library's module `operator`.
 .PHONY: bench-operator

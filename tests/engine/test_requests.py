@@ -82,9 +82,13 @@ async def test_generation_stops_at_eos_and_at_stop_tokens(views: dict[str, Path]
     assert isinstance(free, dict)
     wanted = free["output_ids"][4]
     end = free["output_ids"].index(wanted)
-    stopped = await engine.generate(tiny.body(tiny.prompt(6), 30, sampling={"stop_token_ids": [wanted]}))
+    stop = {"stop_token_ids": [wanted]}
+    stopped = await engine.generate(tiny.body(tiny.prompt(6), 30, sampling={**stop, "ignore_eos": False}))
+    ignored = await engine.generate(tiny.body(tiny.prompt(6), 30, sampling=stop))
     await engine.stop()
     assert isinstance(stopped, dict)
+    assert isinstance(ignored, dict)
+    assert ignored["output_ids"] == free["output_ids"]  # as SGLang has it: ignore_eos is about all of them
     assert stopped["output_ids"] == free["output_ids"][: end + 1]
     assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": wanted}
 

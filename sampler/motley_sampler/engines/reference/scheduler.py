@@ -231,8 +231,9 @@ class Scheduler:
                 drawn.candidate_logprobs[index] if request.support_logprobs else drawn.support_logprobs[index]
             )
         sampling = request.sampling
-        ends = () if sampling.ignore_eos else self.weights.config.eos_ids
-        if token in ends or token in (sampling.stop_token_ids or ()):
+        # ignore_eos is about every token that ends a reply, as SGLang has it.
+        ends = () if sampling.ignore_eos else (*self.weights.config.eos_ids, *(sampling.stop_token_ids or ()))
+        if token in ends:
             self._finish(sequence, {"type": "stop", "matched": token})
         elif position + 1 >= sampling.max_new_tokens:
             self._finish(sequence, {"type": "length", "length": position + 1})
