@@ -71,7 +71,7 @@ SGLANG_LEFT_OUT := sglang-kernel flashinfer-python flash-attn-4 humming-kernels 
   nvidia-cudnn-frontend nvidia-cuda-cccl outlines outlines-core z3-solver
 .PHONY: lock-sglang
 lock-sglang: setup ## pin SGLang again, without what only runs on a GPU
-	@echo 'sglang==0.5.23' | .venv/bin/uv pip compile -q - --python-platform x86_64-manylinux_2_28 --python-version 3.12 \
+	@echo 'sglang==0.5.23' | .venv/bin/uv pip compile -q - --python-platform x86_64-manylinux_2_34 --python-version 3.12 \
 	  --generate-hashes --no-annotate --no-header --no-emit-index-url $(SGLANG_LEFT_OUT:%=--no-emit-package %) -o requirements-sglang.txt
 
 # A rule of its own: the benchmark cannot be named after the standard library's module `operator`.
