@@ -217,6 +217,34 @@ async def test_a_goodbye_moves_sessions_at_once(stage: Any) -> None:
     assert (status, renewed["engine"]) == (200, "e2")
 
 
+async def test_a_fleet_that_grows_from_8_to_12_engines_and_drains_to_6_loses_no_session_in_no_time(stage: Any) -> None:
+    """By drain and goodbye, while the clock stands still: nothing is found out by a time-out."""
+    await stage.fleet(g=600, h=400)
+    names = [(f"{'gh'[number % 2]}{number:02d}", "gh"[number % 2]) for number in range(12)]
+    for name, group in names[:8]:
+        await stage.engine(name, group, max_sessions=12)
+    leases = [(await stage.call("POST", "/v1/sessions", {"session": f"s{n}"}))[1] for n in range(40)]
+    for name, group in names[8:]:
+        await stage.engine(name, group, max_sessions=12)
+    leases += [(await stage.call("POST", "/v1/sessions", {"session": f"t{n}"}))[1] for n in range(20)]
+    leaving = [name for name, _ in names[:6]]
+    await stage.beat(*leaving, max_sessions=12, ready=False, draining=True)
+    for lease in leases:  # a drain moves nobody
+        assert await stage.call("PUT", f"/v1/sessions/{lease['session']}", lease) == (200, lease)
+    for name in leaving:
+        assert (await stage.call("DELETE", f"/v1/engines/{name}"))[0] == 204
+    moved = 0
+    for lease in leases:
+        status, now = await stage.call("PUT", f"/v1/sessions/{lease['session']}", lease)
+        assert (status, now["group"], now["view"]) == (200, lease["group"], lease["view"])
+        assert now["engine"] not in leaving
+        assert (now["engine"] == lease["engine"]) == (lease["engine"] not in leaving)
+        moved += now["engine"] != lease["engine"]
+    assert 0 < moved == sum(lease["engine"] in leaving for lease in leases)
+    _, status = await stage.call("GET", "/v1/status")
+    assert {group["name"]: group["active"] for group in status["groups"]} == {"g": 36, "h": 24}  # 60 at 600 to 400
+
+
 async def test_a_holder_that_cannot_connect_is_moved_inside_the_group_and_stays_when_there_is_nobody_else(
     stage: Any,
 ) -> None:
