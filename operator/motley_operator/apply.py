@@ -117,6 +117,7 @@ async def _do(
         case Apply(manifest=manifest, why=why):
             await _refuse_foreign(manifest, kube, cache, now)
             cache.wrote(await kube.apply(manifest), now)
+            memory.applied(manifest)
             log.info("event=applied namespace=%s kind=%s name=%s why=%r", namespace, kind, name, why)
         case Create(manifest=manifest):
             memory.token = await create_once(manifest, kube)

@@ -291,6 +291,7 @@ class Controller:
                 memory.errors[secret] = str(error)
         first = observe.snapshot(self.cache, key, memory, settings=self.settings, nodes=None, fresh_token="")
         assert first is not None
+        memory.notice(first.children, self.utc_now())
         await self._measure(first, memory)
         await self._failed_creates(first, memory)
         due = self.clock() - memory.sized_s >= self.pace.resize_s and resize.due(first, self.utc_now())

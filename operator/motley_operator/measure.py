@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TypeVar
 
@@ -58,11 +58,19 @@ class RunMemory:
         for load in ended:
             self.loads[load.group] = (*self.loads.get(load.group, ()), load)[-KEPT_LOADS:]
 
-    def notice(self, children: Mapping[tuple[str, str], Object]) -> None:
+    def notice(self, children: Mapping[tuple[str, str], Object], now: datetime) -> None:
         """Who changed the replicas of groups and their Deployments."""
         self.scaled = {
-            key: scaling.noticed(self.scaled.get(key), obj) for key, obj in children.items() if key[0] in scaling.KINDS
+            key: scaling.noticed(self.scaled.get(key), obj, now)
+            for key, obj in children.items()
+            if key[0] in scaling.KINDS
         }
+
+    def applied(self, manifest: Object) -> None:
+        """We wrote its replicas: the next other value is somebody else's, also when this one was never looked at."""
+        key, replicas = (manifest["kind"], manifest["metadata"]["name"]), manifest.get("spec", {}).get("replicas")
+        if key in self.scaled and replicas is not None:
+            self.scaled[key] = replace(self.scaled[key], replicas=int(replicas))
 
     def remember(self, steps: list[records.StepRecord], *, early: int, counted: tuple[int, int]) -> None:
         """Keeps the first steps (the guard's early level), the last ones, and everything not counted yet."""

@@ -119,7 +119,6 @@ def snapshot(
     children = {
         (item["kind"], item["metadata"]["name"]): item for kind in CHILD_KINDS for item in cache.of_run(key, kind)
     } | {("SamplerGroup", item["metadata"]["name"]): item for item in group_bodies}
-    memory.notice(children)
     return Snapshot(
         namespace=key[0],
         name=key[1],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 from motley_api import keys
@@ -12,7 +12,7 @@ from motley_operator import manifests
 from motley_operator.cache import slim
 from motley_operator.measure import RunMemory
 from motley_operator.planner import scaling
-from motley_operator.planner.model import Snapshot, format_time
+from motley_operator.planner.model import Snapshot
 from motley_operator.planner.plan import plan
 from planner import study
 from planner.study import at
@@ -21,13 +21,12 @@ from planner.test_plan import live, replicas, running, settle
 HPA = "horizontal-pod-autoscaler"
 
 
-def written(obj: Any, count: int, manager: str, moment: datetime, *, subresource: str = "scale") -> dict[str, Any]:
-    """As the API server holds it after another manager set spec.replicas, and as the cache keeps it."""
+def written(obj: Any, count: int, manager: str) -> dict[str, Any]:
+    """As the API server holds it after another manager scaled it, and as the cache keeps it."""
     entry = {
         "manager": manager,
         "operation": "Update",
-        "subresource": subresource,
-        "time": format_time(moment),
+        "subresource": "scale",
         "fieldsV1": {"f:spec": {"f:replicas": {}}},
     }
     metadata = {**obj["metadata"], "managedFields": [entry]}
@@ -41,25 +40,25 @@ class Fight:
     def __init__(self, seen: Snapshot, kind: str, name: str) -> None:
         self.seen, self.key, self.memory = seen, (kind, name), RunMemory()
 
-    def look(self) -> None:
-        self.memory.notice(self.seen.children)
+    def look(self, moment: float = 60) -> None:
+        self.memory.notice(self.seen.children, at(moment))
         writes = {key: watched.writes for key, watched in self.memory.scaled.items() if watched.writes}
         self.seen = replace(self.seen, replicas_writes=writes)
 
-    def set(self, count: int, moment: float, manager: str = HPA) -> None:
-        obj = written(self.seen.children[self.key], count, manager, at(moment))
+    def set(self, count: int, manager: str = HPA) -> None:
+        obj = written(self.seen.children[self.key], count, manager)
         self.seen = replace(self.seen, children={**self.seen.children, self.key: obj})
 
     def settle(self, moment: float) -> None:
         """The operator looks, acts, and looks again. Who applies another value owns it alone, who applies the same one shares it."""
-        self.look()
+        self.look(moment)
         before = self.seen.children[self.key]
         after = settle(self.seen, at(moment))
         obj = after.children[self.key]
         if obj["spec"]["replicas"] == before["spec"]["replicas"] and "replicasSetBy" in before["metadata"]:
             obj = {**obj, "metadata": {**obj["metadata"], "replicasSetBy": before["metadata"]["replicasSetBy"]}}
         self.seen = replace(after, children={**after.children, self.key: obj})
-        self.look()
+        self.look(moment)
 
     def condition(self, moment: float, group: str) -> tuple[str, str, str]:
         found = plan(self.seen, at(moment)).group_statuses[group].conditions
@@ -70,7 +69,7 @@ class Fight:
 def test_a_deployment_that_is_scaled_by_hand_once_is_put_right() -> None:
     fight = Fight(settle(running(), at(60)), "Deployment", "h100-fp8")
     fight.look()
-    fight.set(7, 70, "kubectl")
+    fight.set(7, "kubectl")
     fight.settle(71)
     assert replicas(fight.seen)["h100-fp8"] == 1
     assert fight.condition(72, "h100-fp8")[:2] == ("False", "OneOwner")
@@ -81,7 +80,7 @@ def fought(**more: Any) -> Fight:
     fight = Fight(settle(running(**more), at(60)), "Deployment", "h100-fp8")
     fight.look()
     for number in range(3):
-        fight.set(7, 70 + 15 * number)
+        fight.set(7)
         fight.settle(72 + 15 * number)
     return fight
 
@@ -96,7 +95,7 @@ def test_a_deployment_that_another_manager_sets_again_and_again_is_left_to_it() 
     assert "scale SamplerGroup h100-fp8 instead" in message
     assert fight.condition(110, "b200-nvfp4")[0] == "False"
     # What it sets next is followed at once.
-    fight.set(5, 120)
+    fight.set(5)
     fight.settle(121)
     assert replicas(fight.seen)["h100-fp8"] == 5
 
@@ -114,7 +113,7 @@ def test_a_conflict_outlives_a_restart_and_ends_when_the_other_one_rests() -> No
     again.settle(200)
     assert again.condition(200, "h100-fp8")[:2] == ("True", "DeploymentContested")
     assert replicas(again.seen)["h100-fp8"] == 7
-    later = 100 + scaling.HOLD.total_seconds()
+    later = 103 + scaling.HOLD.total_seconds()
     again.settle(later)
     assert again.condition(later, "h100-fp8")[0] == "False"
     assert replicas(again.seen)["h100-fp8"] == 1
@@ -127,11 +126,11 @@ def test_a_group_that_the_operator_sizes_is_left_to_who_scales_it_again_and_agai
     fight.seen = replace(fight.seen, children={**fight.seen.children, fight.key: held})
     fight.look()
     for number, count in enumerate((3, 2, 6)):
-        fight.set(count, 70 + 15 * number, "keda")
+        fight.set(count, "keda")
         fight.seen = replace(
             fight.seen, groups=(study.group("h100-fp8", replicas=count, minReplicas=0, maxReplicas=4),)
         )
-        fight.look()
+        fight.look(70 + 15 * number)
     status, reason, message = fight.condition(110, "h100-fp8")
     assert (status, reason) == ("True", "SamplerGroupContested")
     assert message.startswith("keda (scale) and motley-operator both set spec.replicas")
@@ -146,10 +145,10 @@ def test_a_group_without_bounds_is_followed_and_nobody_is_in_the_way() -> None:
     fight.seen = replace(fight.seen, children={**fight.seen.children, fight.key: held})
     fight.look()
     for number, count in enumerate((3, 2, 6)):
-        fight.set(count, 70 + 15 * number, "kubectl")
+        fight.set(count, "kubectl")
         others = [group for group in fight.seen.groups if group.name != "h100-fp8"]
         fight.seen = replace(fight.seen, groups=(study.group("h100-fp8", replicas=count), *others))
-        fight.look()
+        fight.look(70 + 15 * number)
     assert fight.condition(110, "h100-fp8")[0] == "False"
     assert replicas(settle(fight.seen, at(110)))["h100-fp8"] == 6
 
@@ -159,7 +158,7 @@ def test_writes_far_apart_are_no_conflict() -> None:
     fight.look()
     apart = (scaling.WITHIN + timedelta(seconds=1)).total_seconds() / 2
     for number in range(6):
-        fight.set(7, 70 + apart * number)
+        fight.set(7)
         fight.settle(72 + apart * number)
     assert replicas(fight.seen)["h100-fp8"] == 1
 
@@ -172,7 +171,7 @@ def test_an_inline_group_that_was_scaled_keeps_its_replicas_until_the_run_is_edi
 
     made = live(manifests.inline_sampler_group(run, inline(2)))
     assert (made["spec"]["replicas"], made["metadata"]["annotations"][keys.REPLICAS_ANNOTATION]) == (2, "2")
-    scaled = written(made, 5, "kubectl", at(10))
+    scaled = written(made, 5, "kubectl")
     assert manifests.inline_sampler_group(run, inline(2), scaled)["spec"]["replicas"] == 5
     assert manifests.inline_sampler_group(run, inline(3), scaled)["spec"]["replicas"] == 3
 
@@ -184,6 +183,6 @@ def test_only_owners_of_replicas_are_kept_of_managed_fields() -> None:
         {"manager": "other", "time": "2026-10-13T12:00:02Z", "fieldsV1": {"f:spec": {"f:template": {}}}},
     ]
     kept = slim({"kind": "Deployment", "metadata": {"name": "a", "managedFields": entries}})
-    want = [{"manager": "kubectl", "subresource": "", "time": "2026-10-13T12:00:00Z"}]
+    want = [{"manager": "kubectl", "subresource": ""}]
     assert kept["metadata"] == {"name": "a", "replicasSetBy": want}
     assert "replicasSetBy" not in slim({"kind": "Job", "metadata": {"name": "a", "managedFields": entries}})["metadata"]

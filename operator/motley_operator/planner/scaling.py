@@ -28,17 +28,13 @@ KEPT_WRITES = 8
 
 
 def set_by_others(metadata: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Managers other than the operator that own spec.replicas, from managedFields; newest last."""
+    """Managers other than the operator that own spec.replicas, from managedFields. Entries of a scale subresource bear no time."""
     found = [
-        {
-            "manager": entry.get("manager", ""),
-            "subresource": entry.get("subresource", ""),
-            "time": entry.get("time", ""),
-        }
+        {"manager": entry.get("manager", ""), "subresource": entry.get("subresource", "")}
         for entry in metadata.get("managedFields") or []
         if "f:replicas" in entry.get("fieldsV1", {}).get("f:spec", {}) and entry.get("manager") != keys.FIELD_MANAGER
     ]
-    return sorted(found, key=lambda entry: entry["time"])
+    return sorted(found, key=lambda entry: (entry["manager"], entry["subresource"]))
 
 
 @dataclass(frozen=True)
@@ -49,18 +45,15 @@ class Watched:
     writes: tuple[ReplicasWrite, ...] = ()
 
 
-def noticed(before: Watched | None, obj: Object) -> Watched:
-    """With this look at the object. What it had at first sight is nobody's change."""
+def noticed(before: Watched | None, obj: Object, now: datetime) -> Watched:
+    """With this look at the object. What a group had at first sight is nobody's change; a Deployment's replicas are the operator's."""
     replicas = int(obj.get("spec", {}).get("replicas", 1))
     owners = obj["metadata"].get("replicasSetBy") or []
     if before is None:
-        return Watched(replicas)
+        before = Watched(replicas if obj["kind"] == "SamplerGroup" else -1)
     if replicas == before.replicas or not owners:
         return Watched(replicas, before.writes)
-    by, time = owners[-1], parse_time(owners[-1]["time"])
-    if time is None:
-        return Watched(replicas, before.writes)
-    write = ReplicasWrite(obj["kind"], _name(by), time, replicas)
+    write = ReplicasWrite(obj["kind"], ", ".join(map(_name, owners)), now, replicas)
     return Watched(replicas, (*before.writes, write)[-KEPT_WRITES:])
 
 
@@ -102,9 +95,10 @@ def _conflict(seen: Snapshot, group: GroupView, kind: str, now: datetime) -> Con
     held = old is not None and old.status == "True" and old.reason == f"{kind}Contested"
     owners = live["metadata"].get("replicasSetBy") or []
     if held and not near and owners:  # restarted: what was seen is forgotten, who wrote last is not
-        time = parse_time(owners[-1]["time"])
-        near = (ReplicasWrite(kind, _name(owners[-1]), time, 0),) if time is not None else ()
-        newest = time
+        assert old is not None
+        newest = parse_time(old.last_transition_time)
+        assert newest is not None
+        near = (ReplicasWrite(kind, ", ".join(map(_name, owners)), newest, 0),)
     if newest is None or now - newest >= HOLD or (len(near) < LIMIT and not held):
         return None
     replicas = int(live.get("spec", {}).get("replicas", 1))
