@@ -50,8 +50,8 @@ from motley_local.runner import Isolation, Runner, best_isolation
 
 HOUSEKEEPING_S = 2.0
 SETTLE_S = 0.1  # changes that come together are handled together
-STATUS_WRITERS = 8
-REGISTRARS = 8
+STATUS_WRITERS = 32
+REGISTRARS = 32
 MOST_OF_TIME = 4  # Services are planned anew at most a fifth of the time
 RETRY_S = 1.0
 SHUTDOWN_GRACE_S = 3.0

@@ -234,6 +234,8 @@ def controller_manager_flags(settings: Settings) -> list[str]:
         f"--controllers=*,{','.join(f'-{name}' for name in CONTROLLERS_OFF)}",
         f"--kube-api-qps={settings.client_qps}",
         f"--kube-api-burst={2 * settings.client_qps}",
+        # On a busy machine each request waits its turn, so that many have to be under way at once.
+        *(f"--concurrent-{kind}-syncs=32" for kind in ("deployment", "replicaset", "job", "gc")),
         "--node-monitor-period=1s",
         f"--node-monitor-grace-period={settings.node_monitor_grace_s}s",
         "--node-eviction-rate=10",

@@ -27,6 +27,7 @@ ENV_SERVICE_ACCOUNT_DIR = "MOTLEY_SERVICE_ACCOUNT_DIR"
 SERVICE_ACCOUNT_DIR = "/var/run/secrets/kubernetes.io/serviceaccount"
 PAGE = 500  # objects of one page of a list
 TIMEOUT_S = 30.0
+CONNECTIONS = 32
 METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
 # kind -> (path prefix, plural)
@@ -191,7 +192,7 @@ class Kube:
         self.requests: Counter[str] = Counter()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                ssl=credentials.ssl_context() if credentials.server.startswith("https") else False, limit=16
+                ssl=credentials.ssl_context() if credentials.server.startswith("https") else False, limit=CONNECTIONS
             ),
             timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
         )
