@@ -88,7 +88,7 @@ async def serve_operator(env: Mapping[str, str]) -> int:
     lease_kube = Kube(credentials)  # so that a renewal never waits for a connection behind a thousand other requests
     images = {f"image_{role}": env[name] for role, name in IMAGES.items() if env.get(name)}
     active_s = reconcile_seconds(env)
-    pace = Pace(active_s=active_s, resize_s=20 * active_s)
+    pace = Pace(active_s=active_s, nodes_s=10 * active_s, resize_s=20 * active_s)
     controller = Controller(
         kube,
         telemetry,

@@ -66,8 +66,20 @@ class Kubelet:
     def __init__(self, world: World) -> None:
         self.world = world
         self.most_usd = 0.0
+        self.beat_s = float("-inf")
+
+    def beat(self) -> None:
+        """A node that is silent for 50 s counts as lost."""
+        ready = {"type": "Ready", "status": "True", "reason": "Test", "lastHeartbeatTime": now_text()}
+        for name in self.world.nodes:
+            path = path_of("Node", name=name, subresource="status")
+            body = {"status": {"conditions": [{**ready, "lastTransitionTime": now_text()}]}}
+            self.world.api.call("PATCH", path, body, content_type="application/merge-patch+json")
+        self.beat_s = time.monotonic()
 
     def turn(self) -> None:
+        if time.monotonic() - self.beat_s > 5:
+            self.beat()
         pods = self.world.list("Pod", f"{self.world.ours},motley.dev/role=sampler")
         held = [pod for pod in pods if pod["spec"].get("nodeName")]
         self.most_usd = max(self.most_usd, sum(PRICES[pod["metadata"]["labels"][keys.GPU_TYPE_LABEL]] for pod in held))
