@@ -95,6 +95,8 @@ async def test_an_engine_behind_its_version_is_waited_for(world: Any, settings: 
         [episode] = await world.delivered("0/0")
     assert episode.reward == 1.0
     assert running.metric("retries_total", reason="VersionBehind") == 20
+    # Every tenth time another engine is asked for: this one may be stuck, and its peers not.
+    assert [complaint for complaint in world.complaints if complaint] == 2 * [{"refused": "engine-0"}]
 
 
 async def test_an_engine_that_never_catches_up_is_an_infrastructure_failure(

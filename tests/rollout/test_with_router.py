@@ -123,19 +123,33 @@ async def test_a_session_whose_engine_began_to_drain_before_its_first_turn_is_se
     assert draining.asked <= 4
 
 
+async def test_a_session_leaves_an_engine_that_stays_behind_its_version_while_a_peer_has_it(
+    world: Any, settings: Any, start: Any, router: Any
+) -> None:
+    stuck = await _refusing(409)
+    await router.hear("engine-0", stuck.url)
+    async with start(replace(settings, router_url=router.url)):
+        world.deal(min_version=3)
+        await world.until(lambda: stuck.asked >= 2)
+        await router.hear("engine-1", world.url)
+        [episode] = await world.delivered("0/0")
+    await stuck.runner.cleanup()
+    assert (episode.engine, episode.ended_by) == ("engine-1", EndedBy.SUBMIT)
+
+
 @dataclass
 class _Refusing:
-    """An engine that is up and answers 503."""
+    """An engine that is up and refuses every turn."""
 
     runner: web.AppRunner
     url: str = ""
     asked: int = 0
 
 
-async def _refusing() -> _Refusing:
+async def _refusing(status: int = 503) -> _Refusing:
     async def generate(_: web.Request) -> web.Response:
         made.asked += 1
-        return web.json_response({"error": {"message": "Draining"}}, status=503, headers={"Retry-After": "0.1"})
+        return web.json_response({"error": {"message": "not here"}}, status=status, headers={"Retry-After": "0.1"})
 
     app = web.Application()
     app.router.add_post("/generate", generate)

@@ -30,6 +30,7 @@ from motley_sampler.rollout.settings import Sampling
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.2, 5.0
 MAX_FAILURES_IN_ROW = 12  # of one turn, behind-the-version answers (409) left out
 REFUSALS_BEFORE_MOVE = 2  # in a row: one may pass, and moving costs the session its cached prefix
+BEHIND_BEFORE_MOVE = 10  # 409 in a row, a second apart: an engine that cannot load what its peers serve
 CONTROL_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
 
@@ -83,10 +84,12 @@ def backoff_s(failures: int) -> float:
     return float(min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0))
 
 
-def _complaint(error: _RetryError, failures: int) -> dict[str, str]:
-    """What the router is told of the engine when the lease is renewed."""
+def _complaint(error: _RetryError, failures: int, behind: int) -> dict[str, str] | None:
+    """What the router is told of the engine when the lease is renewed. None: it need not be asked."""
     if not error.reached:
         return {"unreachable": error.engine}
+    if not error.counts:
+        return {"refused": error.engine} if behind and behind % BEHIND_BEFORE_MOVE == 0 else None
     return {"refused": error.engine} if failures >= REFUSALS_BEFORE_MOVE else {}
 
 
@@ -124,7 +127,7 @@ class Session:
     async def generate(self, token_ids: list[int], max_tokens: int) -> tuple[Reply, float]:
         """The policy's next reply after exactly `token_ids`, and the seconds that it took from request to last token."""
         self._turn += 1
-        failures, attempt = 0, 0
+        failures, behind, attempt = 0, 0, 0
         while True:
             self._check_alive()
             attempt += 1
@@ -134,6 +137,7 @@ class Session:
                 return reply, time.monotonic() - started_s
             except _RetryError as error:
                 failures += error.counts
+                behind = 0 if error.counts else behind + 1
                 if failures >= MAX_FAILURES_IN_ROW:
                     raise SessionError(
                         SessionFailure.ENGINE_FAILED, f"{failures} failures in a row: {error}"
@@ -142,8 +146,9 @@ class Session:
                 if time.monotonic() + wait_s >= self.deadline_s:
                     raise SessionError(SessionFailure.DEADLINE, str(error)) from error
                 await asyncio.sleep(wait_s)
-                if error.engine:
-                    await self._renew(_complaint(error, failures))
+                complaint = _complaint(error, failures, behind) if error.engine else None
+                if complaint is not None:
+                    await self._renew(complaint)
 
     def _check_alive(self) -> None:
         if self._lost:
@@ -226,7 +231,7 @@ class Session:
         detail = f"{engine} answered {status}: {told}"
         if status == 409:  # it has not loaded the wanted weights yet, and will
             self.fabric.retried("VersionBehind")
-            raise _RetryError(detail, engine="", wait_s=wait_s or 1.0, counts=False)
+            raise _RetryError(detail, engine=engine, wait_s=wait_s or 1.0, counts=False)
         if status in (408, 429) or status >= 500:
             self.fabric.retried("Unavailable")
             raise _RetryError(detail, engine=engine, wait_s=wait_s)
