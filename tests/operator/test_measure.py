@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from motley_api import records
-from motley_operator.measure import KEPT_LAST_STEPS, RunMemory
+from motley_operator.measure import KEPT_LAST_STEPS, RunMemory, Telemetry
 
 
 def step(number: int, attempt: int = 1) -> records.StepRecord:
@@ -73,3 +75,65 @@ def test_first_last_and_uncounted_steps_are_kept_and_the_rest_forgotten() -> Non
     assert kept == [1, 2, 3, 4, 5, *range(401, 501)]
     memory.remember([], early=5, counted=(1, 500))
     assert sorted(number for _, number in memory.steps) == [1, 2, 3, 4, 5, *range(501 - KEPT_LAST_STEPS, 501)]
+
+
+async def test_a_minute_of_a_routers_answers_becomes_a_load_of_each_group() -> None:
+    """Over HTTP, as routers answer; one that restarts in between begins anew."""
+    now_s, silent = [1000.0], [False]
+
+    async def status(request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == "Bearer t"
+        if silent[0]:
+            raise web.HTTPServiceUnavailable
+        second = int(now_s[0]) - 1000
+        engine = records.EngineState(
+            id="e",
+            group="g",
+            view="fp8",
+            url="http://e",
+            version=1,
+            ready=True,
+            running=6,
+            kv_used_percent=92,
+            turns=100 + second,
+            generated_tokens=7700 + 77 * second,
+            busy_s=50.0 + second,
+            turn_latency_counts=[0, 0, 0, 0, 0, 0, 0, 0, second, *[0] * 8],
+        )
+        group = records.GroupSessions(
+            name="g", active=12, capacity_sessions=12, share_milli=1000, engines_ready=1, engines=1
+        )
+        answer = records.RouterStatus(
+            fleet_generation=1, sessions_active=12, sessions_total=40, groups=[group], engines=[engine]
+        )
+        return web.Response(body=records.encode_json(answer), content_type="application/json")
+
+    app = web.Application()
+    app.add_routes([web.get("/v1/status", status)])
+    server = TestServer(app, host="127.0.0.1")
+    await server.start_server()
+    url = str(server.make_url("")).rstrip("/")
+    telemetry, memory = Telemetry(lambda: now_s[0]), RunMemory(token="t")
+
+    async def look(second: float) -> None:
+        now_s[0] = 1000.0 + second
+        await telemetry.look(memory, url, f"{url}/nobody", early=5, counted=(0, 0))
+
+    try:
+        for second in range(0, 61, 3):
+            await look(second)
+        (load,) = memory.loads["g"]
+        assert (load.sessions, load.turns, load.tokens, load.kv_used_percent) == (12.0, 60, 60 * 77, 92.0)
+        assert load.p90_s == 14.5  # all of them between 10 and 15 s: 10 + 0.9 x 5
+        silent[0] = True
+        await look(90)
+        assert memory.router is None
+        silent[0] = False
+        for second in (93, 121, 140):
+            await look(second)
+        assert len(memory.loads["g"]) == 1  # 47 s since it answers again
+        await look(153)
+        assert len(memory.loads["g"]) == 2
+    finally:
+        await telemetry.close()
+        await server.close()

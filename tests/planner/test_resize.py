@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from datetime import timedelta
 from decimal import Decimal
@@ -107,6 +108,26 @@ def test_dear_engines_leave_and_cheap_ones_come_without_a_moment_above_the_cap()
 
 def _fleet(seen: Snapshot) -> records.Fleet:
     return msgspec.json.decode(seen.children["ConfigMap", "study-fleet"]["data"]["fleet.json"], type=records.Fleet)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_after_any_action_it_goes_on_and_never_breaks_the_cap(seed: int) -> None:
+    """Case 32. Of each plan only the first actions are done, status may be lost, and what follows starts from what is there."""
+    chance = random.Random(seed)
+    seen = settled(run())
+    for tick in range(45):
+        now_s = 70.0 + 30 * tick
+        made = plan(seen, at(now_s))
+        done = replace(made, actions=made.actions[: chance.randint(0, len(made.actions))])
+        if chance.random() < 0.5:
+            done = replace(done, status=None)  # killed before it was written
+        seen = applied(seen, done)
+        if chance.random() < 0.8:
+            seen = moved_on(seen, now_s)
+        assert usd_per_hour(seen) <= CAP
+        assert deployments(seen)["h200-fp8"] <= 2 or deployments(seen)["b200-nvfp4"] == 0
+    assert deployments(seen) == MOVES
+    assert sum(pod.holds for pod in seen.pods if pod.group == "h200-fp8") == 8
 
 
 def engines_after(seen: Snapshot, *, at_s: float = 70.0) -> dict[str, int]:
