@@ -241,3 +241,18 @@ def test_nothing_that_nobody_reads_is_kept_and_what_repeats_is_kept_once(cache: 
     one, other = cache.of_run(KEY, "ConfigMap")
     assert set(one["metadata"]) == {"namespace", "name", "uid", "resourceVersion", "creationTimestamp", "labels"}
     assert one["data"]["key"] is other["data"]["key"]
+
+
+def test_churn_leaves_nothing_behind(cache: Cache) -> None:
+    run = {"namespace": "ns", "name": "demo", "uid": "r", "creationTimestamp": "2026-10-13T11:00:00Z"}
+    for turn in range(3):
+        version = 10 * turn
+        cache.put({"kind": "RLRun", "metadata": {**run, "resourceVersion": str(version + 1)}}, NOW)
+        cache.wrote(config("a", version + 2), NOW)
+        cache.heard("ConfigMap", str(version + 2))
+        cache.put(pod(version=version + 3, uid=f"u{turn}"), NOW)
+        cache.drop(pod(version=version + 4, uid=f"u{turn}"), NOW)
+        cache.drop(config("a", version + 5), NOW)
+        cache.drop({"kind": "RLRun", "metadata": {**run, "resourceVersion": str(version + 6)}}, NOW)
+    held = {name: value for name, value in vars(cache).items() if isinstance(value, dict) and name != "_heard"}
+    assert held == {"_objects": {}, "_pods": {}, "_runs": {}, "_gone": {}, "_versions": {}, "_unheard": {}}

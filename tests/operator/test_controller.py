@@ -209,6 +209,26 @@ async def test_a_run_that_is_always_due_starves_none(
     assert busy.seen[:3] == ["always-due", "zzz", "always-due"]
 
 
+class Gone(Looked):
+    async def _observe(self, key: RunKey, memory: RunMemory) -> Snapshot | None:
+        return None if self.cache.get("RLRun", *key) is None else await super()._observe(key, memory)
+
+
+async def test_nothing_is_kept_of_a_run_that_went(
+    clock: Clock, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = Gone(clock, answers, monkeypatch)
+    run = {"kind": "RLRun", "metadata": {"namespace": "ns", "name": "demo", "uid": "r", "resourceVersion": "1"}}
+    gone.cache.put(run, NOW)
+    await gone.reconcile(KEY)
+    assert (KEY in gone.memory, KEY in gone._quiet, KEY in gone._calm) == (True, True, True)
+    gone.cache.drop(run, NOW)
+    gone._due.clear()
+    assert await gone.reconcile(KEY) is None
+    kept = {name: value for name, value in vars(gone).items() if isinstance(value, dict) and KEY in value}
+    assert kept == {}
+
+
 async def test_a_run_in_trouble_is_tried_again_ever_less_often(looked: Looked, clock: Clock) -> None:
     waits = []
     for _ in range(9):
