@@ -24,7 +24,7 @@ from motley_operator.planner import budget, cost, placement, rebalance, resize, 
 from motley_operator.planner.model import GroupView, NodeView, Snapshot, view_of
 from motley_operator.planner.placement import Ask
 from motley_operator.planner.plan import caps as budget_caps
-from motley_operator.planner.plan import engine_usd_per_hour, trainer_usd_per_hour
+from motley_operator.planner.plan import declared_sessions, engine_usd_per_hour, trainer_usd_per_hour
 
 Json = dict[str, Any]
 
@@ -328,6 +328,12 @@ def _notes(seen: Snapshot, rows: Sequence[GroupPlan], placed: dict[str, int] | N
     if missing:
         listed = ", ".join(" ".join(pair) for pair in missing)
         found.append(f"no price for {listed}: what they cost is not known")
+    percent, declared = seen.spec.rollout.minimum_capacity_percent, declared_sessions(seen)
+    there = sum(row.sessions for row in rows)
+    if 100 * there < percent * declared:
+        found.append(
+            f"no session would start: {there} of {declared} declared sessions fit, rollout.minimumCapacityPercent is {percent}"
+        )
     if not rows:
         found.append("no sampler group: nothing would be sampled")
     return found

@@ -70,6 +70,54 @@ def test_only_what_fits_on_free_gpus_is_placed_and_the_rest_says_why() -> None:
     assert plan.notes == ()
 
 
+def test_what_others_hold_and_what_keeps_engines_away_is_not_counted() -> None:
+    product = {"nvidia.com/gpu.product": PRODUCTS["H200"]}
+    found = (
+        NodeView("busy", product, 8, held_gpus=5),
+        NodeView("tainted", product, 8, taints=(("team", "x", "NoSchedule"),)),
+        NodeView("spot", {**product, "karpenter.sh/capacity-type": "spot"}, 8),
+        NodeView("hidden", product, 8, held_gpus=None),
+    )
+    rows = {row.name: row for row in planned(found).groups}
+    # Sixteen are wanted; three are free, and h200-bf16 comes first by name.
+    assert (rows["study-h200-bf16"].engines, rows["study-h200-fp8"].engines) == (3, 0)
+    why = rows["study-h200-fp8"].why
+    assert "0 of 8 engines fit: 2 node(s) of H200: busy (3 free), hidden (0 free)" in why
+    assert "spot, and the group is OnDemand: spot" in why
+    assert "tainted team=x:NoSchedule and not tolerated: tainted" in why
+    assert "what pods of other namespaces hold is not known" in why
+
+
+def test_the_cheapest_fleet_leaves_the_trainer_its_nodes() -> None:
+    """The trainer holds eight B200; of twelve, four are left for engines, however cheap they would be."""
+    group = {
+        "name": "b200",
+        "gpuType": "B200",
+        "precision": "NVFP4",
+        "replicas": 1,
+        "minReplicas": 0,
+        "maxReplicas": 8,
+        "sessionsPerEngine": 32,
+    }
+    plan = planned(nodes(B200=12), samplerGroups=[group], rollout={"sessions": 256})
+    assert plan.optimised.engines == {"study-b200": 4}
+    assert not plan.optimised.met
+
+
+def test_a_cap_on_gpus_counts_the_trainers() -> None:
+    # The fleet holds 64, the trainer eight.
+    assert not any("budget.gpus" in row.why for row in planned(budget={"gpus": 72}).groups)
+    short = [row for row in planned(budget={"gpus": 71}).groups if "budget.gpus 71" in row.why]
+    assert [row.name for row in short] == ["study-h100-bf16"]  # the dearest engine, 2 x 3.95, comes last
+
+
+def test_a_minimum_that_does_not_fit_is_noted() -> None:
+    plan = planned(nodes(H200=16, B200=8), rollout={"minimumCapacityPercent": 50})
+    # 8 x 16 + 8 x 32 = 384 of 1376 are 28%
+    want = "no session would start: 384 of 1376 declared sessions fit, rollout.minimumCapacityPercent is 50"
+    assert want in plan.notes
+
+
 def test_a_gang_that_does_not_fit_is_noted() -> None:
     assert any("gang does not fit" in note for note in planned(nodes(H100=64, B200=4)).notes)
 
