@@ -128,8 +128,8 @@ def figures(alarms: Sequence[Alarm]) -> Figures:
 
 CANDIDATES = tuple(
     Guard(kl_growth=growth, out_of_range_ceiling_percent=ceiling, patience_steps=patience)
-    for growth in ("2", "3", "4")
-    for ceiling in ("4", "5", "6", "100")
+    for growth in ("3", "4", "5")
+    for ceiling in ("4.5", "5.5", "6.5", "100")
     for patience in (1, 2, 3)
 )
 

@@ -55,12 +55,12 @@ def test_a_large_but_steady_mismatch_raises_nothing() -> None:
 
 
 def test_growth_warns_after_patience_and_pauses_after_half_as_long_again() -> None:
-    # early level 0.01, limit 3x; above from step 6 on: p = 2 -> warning at 7, pause after 1.5 x 2 = 3 steps
-    verdicts = follow(steps_of([*FLAT, 0.04, 0.05, 0.06, 0.08]), Guard())
+    # early level 0.01, limit 4x; above from step 6 on: p = 2 -> warning at 7, pause after 1.5 x 2 = 3 steps
+    verdicts = follow(steps_of([*FLAT, 0.05, 0.05, 0.06, 0.08]), Guard())
     assert first_step(verdicts, GuardAction.WARN) == 7
     assert first_step(verdicts, GuardAction.PAUSE) == 8
-    assert "KL 0.06 against 0.01 early (limit 3x)" in verdicts[7].message
-    patient = follow(steps_of([*FLAT, *([0.04] * 8)]), Guard(patience_steps=5))
+    assert "KL 0.06 against 0.01 early (limit 4x)" in verdicts[7].message
+    patient = follow(steps_of([*FLAT, *([0.05] * 8)]), Guard(patience_steps=5))
     # warned after 5; paused after 7.5, so 8
     assert (first_step(patient, GuardAction.WARN), first_step(patient, GuardAction.PAUSE)) == (10, 13)
 
@@ -102,8 +102,8 @@ def test_mismatch_that_grows_because_samples_grow_stale_raises_nothing() -> None
     assert all(verdict.status.action is None for verdict in verdicts)
     # the ramp: 4.1 > 2/3 x (step - 1) up to step 7; the early level is steps 8 to 12
     assert [verdict.healthy for verdict in verdicts][10:12] == [None, True]
-    grown = [*steps, *(study.step(number, kl=0.4, lag=records.Ratio(4.1, 1.0)) for number in range(31, 33))]
-    assert first_step(follow(grown, Guard()), GuardAction.WARN) == 32  # .4 >= 3 x .13, twice
+    grown = [*steps, *(study.step(number, kl=0.6, lag=records.Ratio(4.1, 1.0)) for number in range(31, 33))]
+    assert first_step(follow(grown, Guard()), GuardAction.WARN) == 32  # .6 >= 4 x .13, twice
 
 
 def test_a_ramp_without_end_ends() -> None:
@@ -114,13 +114,22 @@ def test_a_ramp_without_end_ends() -> None:
 
 
 def test_a_run_that_was_far_out_from_its_start_is_paused_without_growth() -> None:
-    # 4% of tokens early and 5.5% from step 6 on: 1.4 times, and above the ceiling of 5%. Healthy runs of the study showed 0.3%
-    outside = [records.Ratio(0.04, 1.0)] * 5 + [records.Ratio(0.055, 1.0)] * 4
+    # 4% of tokens early, then 5.2%, 6% and 5.2%: 1.5 times at most. The ceiling is 5.5%: (5.2 + 6) / 2 = 5.6 at step 7. Healthy runs
+    # of the study showed 0.3%
+    outside = [records.Ratio(share, 1.0) for share in (*[0.04] * 5, 0.052, 0.06, 0.052)]
     steps = [study.step(number, out_of_range=share) for number, share in enumerate(outside, 1)]
     verdicts = follow(steps, Guard())
-    assert first_step(verdicts, GuardAction.PAUSE) == 8
-    assert "out-of-range tokens 5.5% (limit 5%)" in verdicts[7].message
-    assert first_step(follow(steps, Guard(out_of_range_ceiling_percent="6")), GuardAction.WARN) is None
+    assert first_step(verdicts, GuardAction.PAUSE) == 7
+    assert verdicts[6].message == "out-of-range tokens 5.6% over 2 steps (limit 5.5%)"
+    assert verdicts[5].status.action is None
+    for config in (Guard(out_of_range_ceiling_percent="6"), Guard(patience_steps=3)):  # three steps hold 5.47%
+        assert all(verdict.status.action is None for verdict in follow(steps, config))
+
+
+def test_one_step_far_out_is_not_a_reason_to_pause() -> None:
+    outside = [records.Ratio(share, 1.0) for share in (*[0.005] * 5, 0.3, 0.005, 0.3, 0.01)]
+    steps = [study.step(number, out_of_range=share) for number, share in enumerate(outside, 1)]
+    assert all(verdict.status.action is None for verdict in follow(steps, Guard()))
 
 
 def test_the_tail_ratio_of_an_uncorrected_run_pauses_it_within_a_few_steps() -> None:
@@ -177,7 +186,7 @@ def test_a_run_is_paused_at_once_when_most_of_its_samples_drift() -> None:
 
 
 def test_a_group_that_grows_with_the_fleet_is_not_to_blame_for_it() -> None:
-    # all grow fivefold: the run's affair. One grows tenfold more: 50 / 5 = 10 times beyond the rest, against a limit of 3
+    # all grow fivefold: the run's affair. One grows tenfold more: 50 / 5 = 10 times beyond the rest, against a limit of 4
     grown = [*FLAT, *([0.05] * 8)]
     alike = follow(steps_of(grown, {"a": grown, "b": grown, "c": grown}), Guard(), ["a", "b", "c"])
     assert first_step(alike, GuardAction.PAUSE) == 8
@@ -190,7 +199,7 @@ def test_a_group_that_grows_with_the_fleet_is_not_to_blame_for_it() -> None:
     )  # a and b are far above their early levels too: throwing c out saves nothing
     # .5 / 5, in words that say so
     (why,) = {why for verdict in one_more for name, action, why in verdict.news if (name, action) == ("c", "Throttle")}
-    assert why == "KL 0.1 against 0.01 early (limit 3x), the other groups' growth of 5x taken off"
+    assert why == "KL 0.1 against 0.01 early (limit 4x), the other groups' growth of 5x taken off"
 
 
 def test_a_group_without_numbers_says_nothing_about_the_others() -> None:

@@ -627,8 +627,8 @@ class Guard(Model):
         GuardAction, Field(description="action: the strongest step that the guard may take. Default: Pause.")
     ] = GuardAction.PAUSE
     kl_growth: Annotated[
-        DecimalString, Field(description='klGrowth: KL over its own early level that raises the alarm. Default: "3".')
-    ] = "3"
+        DecimalString, Field(description='klGrowth: KL over its own early level that raises the alarm. Default: "4".')
+    ] = "4"
     tail_ratio: Annotated[
         DecimalString, Field(description='tailRatio: growth of the tail ratio that raises it. Default: "3".')
     ] = "3"
@@ -661,10 +661,10 @@ class Guard(Model):
     out_of_range_ceiling_percent: Annotated[
         DecimalString,
         Field(
-            description="outOfRangeCeilingPercent: share of tokens that raises it whatever the early level: many times what a healthy"
-            ' run shows. Default: "5".'
+            description="outOfRangeCeilingPercent: share of tokens that raises it whatever the early level, and over patienceSteps pauses"
+            ' the run at once: many times what a healthy run shows. Default: "5.5".'
         ),
-    ] = "5"
+    ] = "5.5"
     early_steps: Annotated[
         int, Field(ge=1, le=1000, description="earlySteps: first steps that set the early level. Default: 5.")
     ] = 5

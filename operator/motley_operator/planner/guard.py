@@ -299,18 +299,36 @@ def _counted(levels: Sequence[Level], start: Level, since_step: int) -> list[Lev
     return [level for level in levels if level.step > max(start.step, since_step)]
 
 
+def _last(levels: Sequence[Level], start: Level, limits: Thresholds, since_step: int) -> list[Level]:
+    """The newest `patience_steps` levels, newest first; none until there are as many."""
+    found = list(islice(windows(_counted(levels, start, since_step)), limits.patience_steps))
+    return found if len(found) == limits.patience_steps else []
+
+
 def entropy_fell(levels: Sequence[Level], limits: Thresholds, since_step: int) -> str:
     """Why there is a warning: entropy has been that low for `patience_steps` levels in a row."""
     start = early(levels, limits.early_steps)
     if start is None:
         return ""
-    last = list(islice(windows(_counted(levels, start, since_step)), limits.patience_steps))
-    now, before = [mean(level.entropy) for level in last], mean(start.entropy)
-    if len(last) < limits.patience_steps or not before:
+    now, before = [mean(level.entropy) for level in _last(levels, start, limits, since_step)], mean(start.entropy)
+    if not now or not before:
         return ""
     if any(value is None or value * limits.entropy_fall > before for value in now):
         return ""
     return f"entropy {now[0]:.4g} against {before:.4g} early (limit 1/{limits.entropy_fall:g})"
+
+
+def over_ceiling(levels: Sequence[Level], limits: Thresholds, since_step: int) -> str:
+    """Why there is a pause at once: the last `patience_steps` levels together are out of range as no run that stays is, and each
+    of them is at least half as far: one wild step is none."""
+    start = early(levels, limits.early_steps)
+    last = _last(levels, start, limits, since_step) if start else []
+    outside = mean(pool(last).out_of_range) if last else None
+    if outside is None or outside < limits.out_of_range_ceiling:
+        return ""
+    if any((mean(level.out_of_range) or 0.0) < limits.out_of_range_ceiling / 2 for level in last):
+        return ""
+    return f"out-of-range tokens {100 * outside:.3g}% over {len(last)} steps (limit {100 * limits.out_of_range_ceiling:g}%)"
 
 
 def streak(levels: Sequence[Level], limits: Thresholds, since_step: int) -> Streak:
@@ -432,11 +450,13 @@ def judge(
     p = guard.patience_steps
     groups_first = blamed and whole.above > 0 and _fleet_is_sound(seen, limits, held.since_step)
     pause_after = 4 * p if groups_first else math.ceil(1.5 * p)
-    wanted = GuardAction.PAUSE if whole.above >= pause_after else GuardAction.WARN if whole.above >= p else None
+    over = "" if groups_first else over_ceiling(seen.run, limits, held.since_step)
+    pause = over or whole.above >= pause_after
+    wanted = GuardAction.PAUSE if pause else GuardAction.WARN if whole.above >= p else None
     fell = entropy_fell(seen.run, limits, held.since_step)
     wanted = _stronger(_capped(wanted, guard.action), GuardAction.WARN if fell else None)
     run_action = GuardAction.PAUSE if held.action is GuardAction.PAUSE else wanted
-    why = "; ".join(part for part in (whole.why if whole.above >= p else "", fell) if part)
+    why = "; ".join(part for part in (whole.why if whole.above >= p else over, fell) if part)
     if run_action is not held.action:
         news.append(("", run_action.value if run_action else "Lifted", why or "below every threshold"))
     return Verdict(
