@@ -47,12 +47,6 @@ REAL = [
 ]
 
 
-def real_only[F](test: F) -> F:
-    for mark in REAL:
-        test = mark(test)
-    return test
-
-
 @dataclass
 class Stage:
     rig: Rig
@@ -120,7 +114,7 @@ def _stand_in(root: Path) -> Path:
     return script
 
 
-def _rig(root: Path, *, real: bool) -> Rig:
+def sglang_rig(root: Path, *, real: bool) -> Rig:
     rig = Rig(root)
     rig.settings = settings(
         root,
@@ -139,28 +133,12 @@ def _rig(root: Path, *, real: bool) -> Rig:
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["stand-in", pytest.param("sglang", marks=REAL)])
 async def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
     real = request.param == "sglang"
-    rig = _rig(tmp_path_factory.mktemp(request.param), real=real)
+    rig = sglang_rig(tmp_path_factory.mktemp(request.param), real=real)
     try:
         made = Stage(rig, await rig.client_for(make_app(rig.agent)), real)
         await made.next_version()
         yield made
         await made.client.close()
-    finally:
-        await rig.agent.engine.stop()
-
-
-@real_only
-async def test_a_server_that_reports_logprobs_from_before_the_temperature_is_refused_with_the_mode_it_showed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
-    rig = _rig(tmp_path, real=True)
-    publish(rig, 1, config=CONFIG)
-    try:
-        await rig.agent.look()
-        state = rig.agent.state()
-        assert (state.ready, state.version) == (False, -1)
-        assert (state.reason, state.logprob_mode) == ("ModeMismatch", "BeforeTemperature"), state.message
     finally:
         await rig.agent.engine.stop()
 
@@ -424,7 +402,7 @@ async def test_answers_have_the_recorded_shape(stage: Stage) -> None:
 
 
 async def test_a_server_that_dies_is_noticed_and_its_process_replaced(tmp_path: Path) -> None:
-    rig = _rig(tmp_path, real=False)
+    rig = sglang_rig(tmp_path, real=False)
     publish(rig, 1, config=CONFIG)
     running = asyncio.create_task(rig.agent.run())
     await tiny.until(lambda: rig.agent.state().ready, timeout_s=120)
