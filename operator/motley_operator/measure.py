@@ -41,6 +41,7 @@ class RunMemory:
     trainer: records.TrainerStatus | None = None
     trainer_error: str = ""
     steps: dict[tuple[int, int], records.StepRecord] = field(default_factory=dict)  # (attempt, step)
+    joined: dict[str, int] = field(default_factory=dict)  # group -> the first step with samples of it
     window: capacity.Window | None = None
     loads: dict[str, tuple[capacity.Load, ...]] = field(default_factory=dict)  # by group, oldest first
     sized_s: float = float("-inf")  # monotonic, when the number of engines was last thought about
@@ -73,12 +74,20 @@ class RunMemory:
             self.scaled[key] = replace(self.scaled[key], replicas=int(replicas))
 
     def remember(self, steps: list[records.StepRecord], *, early: int, counted: tuple[int, int]) -> None:
-        """Keeps the first steps (the guard's early level), the last ones, and everything not counted yet."""
+        """Keeps the first steps of the run and of each group that joined later (the guard's early levels), the last ones, and
+        everything not counted yet."""
         for record in steps:
             self.steps[record.attempt, record.step] = record
+            for group in record.groups:
+                self.joined[group.name] = min(record.step, self.joined.get(group.name, record.step))
         ordered = sorted(self.steps)
         last = set(ordered[-KEPT_LAST_STEPS:])
-        self.steps = {key: self.steps[key] for key in ordered if key[1] <= early or key in last or key > counted}
+        starts = {1, *self.joined.values()}
+
+        def first(step: int) -> bool:
+            return any(start <= step < start + early for start in starts)
+
+        self.steps = {key: self.steps[key] for key in ordered if key in last or key > counted or first(key[1])}
 
     def ask_after(self) -> int | None:
         """Which steps to ask for; None: none is new. A new attempt may repeat steps, so then all are asked for once."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from motley_api import records
@@ -75,6 +76,16 @@ def test_first_last_and_uncounted_steps_are_kept_and_the_rest_forgotten() -> Non
     assert kept == [1, 2, 3, 4, 5, *range(401, 501)]
     memory.remember([], early=5, counted=(1, 500))
     assert sorted(number for _, number in memory.steps) == [1, 2, 3, 4, 5, *range(501 - KEPT_LAST_STEPS, 501)]
+
+
+def test_the_first_steps_of_a_group_that_joined_late_are_kept_for_its_early_level() -> None:
+    memory = RunMemory()
+    late = records.GroupStep(name="late", view="fp8")
+    steps = [msgspec.structs.replace(step(number), groups=[late] if number >= 100 else []) for number in range(1, 501)]
+    for end in range(50, 501, 50):
+        memory.remember(steps[end - 50 : end], early=5, counted=(1, end))
+    kept = [1, 2, 3, 4, 5, *range(100, 105), *range(501 - KEPT_LAST_STEPS, 501)]
+    assert sorted(number for _, number in memory.steps) == kept
 
 
 async def test_a_minute_of_a_routers_answers_becomes_a_load_of_each_group() -> None:
