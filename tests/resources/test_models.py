@@ -70,5 +70,7 @@ def test_spec_round_trips_through_json_with_its_defaults() -> None:
     assert again == spec
     assert spec.to_json_dict()["rollout"] == {
         "workers": 1,
+        "turnLatencySeconds": 10,
+        "minimumCapacityPercent": 0,
         "template": {"env": [], "labels": {}, "nodeSelector": {}, "tolerations": []},
     }
