@@ -102,7 +102,9 @@ def pod_view(pod: Json, now: datetime) -> PodView | None:
     limits = [
         item.get("resources", {}).get("limits", {}).get(keys.GPU_RESOURCE, 0) for item in spec.get("containers", [])
     ]
-    unschedulable = scheduled.get("message", "") if scheduled.get("reason") == "Unschedulable" else ""
+    # A queue (Kueue) holds pods back with a gate: they have no node either, until its quota allows them.
+    waits = scheduled.get("reason") in ("Unschedulable", "SchedulingGated")
+    unschedulable = scheduled.get("message") or scheduled["reason"] if waits else ""
     return PodView(
         namespace=sys.intern(metadata["namespace"]),
         name=metadata["name"],

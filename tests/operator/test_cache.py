@@ -154,11 +154,12 @@ def test_a_crash_before_a_restart_still_shows_its_exit_code() -> None:
     assert (view.exit_code, view.waiting, view.restarts) == (1, "CrashLoopBackOff", 3)
 
 
-def test_an_unschedulable_pod_carries_the_schedulers_words() -> None:
+@pytest.mark.parametrize("reason", ["Unschedulable", "SchedulingGated"])
+def test_a_pod_without_a_node_carries_the_schedulers_words(reason: str) -> None:
     refused = {
         "type": "PodScheduled",
         "status": "False",
-        "reason": "Unschedulable",
+        "reason": reason,
         "message": "0/3 nodes are available",
     }
     waiting = pod(phase="Pending", conditions=[refused])
