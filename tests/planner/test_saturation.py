@@ -154,3 +154,10 @@ def test_a_group_without_load_keeps_its_declared_capacity_and_is_marked() -> Non
     assert (other.capacity_source, other.sessions_per_engine, other.capacity_sessions) == ("Declared", "32", 256)
     conditions = {item.type: item for item in made.group_statuses["h200-fp8"].conditions}
     assert conditions["Saturated"].reason == "NotMeasured"
+
+
+def test_a_group_without_engines_is_not_saturated_any_more() -> None:
+    seen = after_a_minute(fleet(sessions=1344))
+    gone = replace(seen, pods=tuple(pod for pod in seen.pods if pod.group != GROUP))
+    found = {item.type: item for item in plan(gone, at(80)).group_statuses[GROUP].conditions}["Saturated"]
+    assert (found.status, found.reason) == ("False", "NoEngines")

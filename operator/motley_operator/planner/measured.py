@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from fractions import Fraction
 from typing import Any
 
+from motley_api import keys
 from motley_api.resources.rlrun import GroupStatus
 
 from motley_operator.planner.capacity import Capacity, Load, declared_capacity, measured_capacity, pressures
@@ -64,6 +65,8 @@ def text(sessions: Fraction) -> str:
 
 def finding(seen: Snapshot, group: GroupView) -> Finding:
     """Saturated: as the newest window says, else as it was said last."""
+    if not any(pod.serves for pod in seen.pods if pod.role == keys.ROLE_SAMPLER and pod.group == group.name):
+        return Finding("Saturated", "False", "NoEngines", "no engine of the group is ready")
     wrong = saturation(seen, group.name)
     if wrong:
         return Finding("Saturated", "True", "Saturated", f"gets fewer new sessions: {'; '.join(wrong)}")
