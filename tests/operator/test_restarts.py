@@ -90,11 +90,14 @@ def test_of_two_replicas_one_acts_and_the_other_follows_when_it_dies(own_world: 
 def test_a_namespace_is_deleted_with_the_operator_dead(own_world: World, operators: Operators) -> None:
     world = own_world
     process = operators.start()
-    world.apply(world.manifest())
+    groups = [{**group, "drainSeconds": 0} for group in world.manifest()["spec"]["samplerGroups"]]
+    world.apply(world.manifest(samplerGroups=groups))
     eventually(lambda: world.children() == CHILDREN, "the children")
     operators.kill(process)
     world.api.call("DELETE", f"/api/v1/namespaces/{world.namespace}")
-    eventually(lambda: world.api.call("GET", f"/api/v1/namespaces/{world.namespace}") is None, "the namespace goes", 90)
+    # Where a pod is still there at its first look, the namespace controller looks again after half of the longest grace: 150 s.
+    gone = f"/api/v1/namespaces/{world.namespace}"
+    eventually(lambda: world.api.call("GET", gone) is None, "the namespace goes", 240)
 
 
 def test_sigterm_ends_it_in_order_and_frees_the_lease(own_world: World, operators: Operators) -> None:
