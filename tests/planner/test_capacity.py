@@ -231,9 +231,12 @@ def test_an_engine_that_started_anew_or_came_late_is_left_out() -> None:
 def test_a_router_that_restarted_or_fell_silent_begins_another_window() -> None:
     window, _ = capacity.seen(None, router(engine("a"), active=8, total=500), 0.0)
     assert capacity.seen(window, None, 30.0) == (None, ())
-    again, loads = capacity.seen(window, router(engine("a"), active=1, total=2), 61.0)
+    again, loads = capacity.seen(window, router(engine("a"), active=1, total=2), 30.0)
     assert again is not None
-    assert (again.began_unix_s, loads) == (61.0, ())
+    assert (again.began_unix_s, loads) == (30.0, ())
+    later, loads = capacity.seen(window, router(engine("a"), active=8, total=600), 3600.0)  # nobody asked for an hour
+    assert later is not None
+    assert (later.began_unix_s, loads) == (3600.0, ())
 
 
 def test_only_the_newest_windows_are_kept() -> None:

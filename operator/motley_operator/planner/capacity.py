@@ -22,6 +22,7 @@ from typing import Literal
 from motley_api import records
 
 WINDOW_S = 60.0
+LONGEST_GAP_S = 60.0  # between two looks of one window
 QUANTILE = 0.9
 MIN_TURNS = 20  # fewer say nothing about a p90
 KV_FULL_PERCENT, KV_ROOM_PERCENT = 90.0, 80.0
@@ -203,7 +204,8 @@ class Window:
 
     began_unix_s: float
     first: Mapping[str, records.EngineState]  # serving engines at its beginning
-    sessions_total: int = 0  # that the router placed since it started
+    sessions_total: int  # that the router placed since it started
+    looked_unix_s: float  # last
     sums: Mapping[str, _Sums] = field(default_factory=dict)
 
 
@@ -216,14 +218,18 @@ def seen(
 ) -> tuple[Window | None, tuple[Load, ...]]:
     """The window with one more look at the router; once it is over, a new one and the loads of every group.
 
-    A router that does not answer, or that started anew, begins another window: its counts of sessions are not whole yet.
+    A router that does not answer or was not asked, or that started anew, begins another window: its counts are not whole yet.
     """
     if status is None:
         return None, ()
     serving = _serving(status)
-    anew = window is None or now_unix_s < window.began_unix_s or status.sessions_total < window.sessions_total
-    if window is None or anew:
-        return Window(now_unix_s, serving, status.sessions_total), ()
+    anew = Window(now_unix_s, serving, status.sessions_total, now_unix_s)
+    if (
+        window is None
+        or not 0 <= now_unix_s - window.looked_unix_s <= LONGEST_GAP_S
+        or status.sessions_total < window.sessions_total
+    ):
+        return anew, ()
     active = {group.name: group.active for group in status.groups}
     by_group: dict[str, list[records.EngineState]] = {}
     for engine in serving.values():
@@ -235,10 +241,10 @@ def seen(
             for name, engines in by_group.items()
         },
     }
-    window = replace(window, sums=sums, sessions_total=status.sessions_total)
+    window = replace(window, sums=sums, sessions_total=status.sessions_total, looked_unix_s=now_unix_s)
     if now_unix_s - window.began_unix_s < WINDOW_S:
         return window, ()
-    return Window(now_unix_s, serving, status.sessions_total), tuple(
+    return anew, tuple(
         load for name in sorted(by_group) if (load := _load(name, window, by_group[name], now_unix_s)) is not None
     )
 

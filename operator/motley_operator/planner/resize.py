@@ -29,6 +29,7 @@ EVERY = timedelta(minutes=5)
 HORIZON_HOURS = Decimal(1)  # a move has to pay for itself within this
 START_HOURS = Decimal("0.25")  # an engine costs this long before it serves: image, weights, conformance
 STATE_KEY = "resize.json"
+SOLVE_S = 1.0  # for the best fleet there is; then the best one found
 
 
 class Chosen(msgspec.Struct, frozen=True):
@@ -249,7 +250,7 @@ def judge(
         usd_per_hour=samplers_usd_per_hour,
         hours=HORIZON_HOURS,
     )
-    fleet = rebalance.solve(wanted, need)
+    fleet = rebalance.solve(wanted, need, limit_s=SOLVE_S)
     stay = rebalance.fleet_of(wanted, need, {one.name: one.engines for one in wanted})
     moved = {
         group.name: (targets[group.name], fleet.engines[group.name])
@@ -266,6 +267,7 @@ def judge(
         f"${usd(stay.usd_per_hour)}/h for {stay.sessions} sessions -> ${usd(fleet.usd_per_hour)}/h for {fleet.sessions}, "
         f"{need.sessions} wanted{_absent(seen, now)}; moving costs ${usd(fleet.moving_usd)}; binding: "
         + ("; ".join(map(str, fleet.binding[:4])) or "nothing")
+        + ("" if fleet.proven else "; a cheaper one may be there")
     )
     return Resize(
         targets | {name: new for name, (_, new) in moved.items()},
