@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from motley_api import GROUP_VERSION, keys, records
-from motley_api.resources import GpuTypeName, Precision, RLRunSpec, SamplerGroupSpec
+from motley_api.resources import CapacityType, GpuTypeName, Precision, RLRunSpec, SamplerGroupSpec
 from motley_api.resources.base import Model, PodOverrides
 from motley_api.resources.rlrun import InlineGroup, ModelSource, Store, Tasks
 from motley_api.resources.samplergroup import RunRef as GroupRunRef
@@ -380,19 +380,25 @@ def engine_hash(spec: SamplerGroupSpec) -> str:
 
 @lru_cache(maxsize=4)
 def rendering(settings: Settings) -> str:
-    """Of how this version of the operator, with its images, renders pods: one of each, hashed."""
+    """Of how this version of the operator, with its images, renders pods: one of each role and kind of GPU, hashed."""
     spec = RLRunSpec(
         model=ModelSource(source="/model", context_length=4096),
         tasks=Tasks(source="/tasks"),
         store=Store(url="file:///store", claim_name="store"),
         steps=1,
     )
-    group = SamplerGroupSpec(gpu_type=GpuTypeName.H100, precision=Precision.BF16, run_ref=GroupRunRef(name="run"))
+    groups = [
+        SamplerGroupSpec(
+            gpu_type=gpu_type, precision=Precision.BF16, capacity_type=capacity_type, run_ref=GroupRunRef(name="run")
+        )
+        for gpu_type in GpuTypeName
+        for capacity_type in CapacityType
+    ]
     run, urls = RunRef("namespace", "run", "uid"), Urls("http://router", "http://trainer")
     templates = [
         router_template(run, spec, settings, urls),
         rollout_template(run, spec, settings, urls),
-        sampler_template(run, spec, settings, urls, "run-group", group),
+        *(sampler_template(run, spec, settings, urls, "run-group", group) for group in groups),
     ]
     return _digest(templates)
 
