@@ -30,6 +30,7 @@ from motley_operator.planner.plan import plan, service_urls
 
 log = logging.getLogger("motley.operator")
 PLANS_AVERAGED = 50
+FILL_PAGE = 250
 
 
 @dataclass(frozen=True)
@@ -419,7 +420,31 @@ class Controller:
                     )
                     await apply.post_event(event, key[0], kube=self.kube, now=now)
 
-    # What the watches may have missed.
+    # What the watches have not told yet, and what they may have missed.
+
+    async def fill(self) -> None:
+        """Everything there is, once, into the cache. Before that no run may be looked at: pods that the watch has not shown yet
+        would pass for gone, and after a restart shares and statuses would follow."""
+        for kind in WATCHED:
+            labels = "" if kind in RUN_KINDS else keys.RUN_LABEL
+            async for item in self.kube.list(kind, self.namespace, labels=labels, page=FILL_PAGE):
+                self.cache.put(item, self.utc_now())
+                self.last_progress_s = self.clock()
+
+    async def fill_and_run(self, is_leader: Callable[[], bool]) -> None:
+        """For ever."""
+        tries = 0
+        while True:
+            try:
+                await self.fill()
+                break
+            except (ApiError, aiohttp.ClientError, TimeoutError, OSError) as error:
+                delay_s = min(self.pace.last_retry_s, self.pace.first_retry_s * 2**tries)
+                tries += 1
+                log.warning("event=fill_failed in_s=%.1f error=%r", delay_s, str(error)[:300])
+                await asyncio.sleep(delay_s)
+        log.info("event=filled objects=%d", self.cache.size())
+        await self.run(is_leader)
 
     def watch_started(self, kind: str) -> None:
         """A watch began, or began again: deletions may have come to pass between its list and what was known before."""

@@ -135,7 +135,7 @@ async def serve_operator(env: Mapping[str, str]) -> int:
     parts = [
         asyncio.create_task(handlers.watch(controller, credentials, namespace), name="watch"),
         asyncio.create_task(leadership.run(), name="leadership"),
-        asyncio.create_task(controller.run(lambda: leadership.is_leader), name="reconcile"),
+        asyncio.create_task(controller.fill_and_run(lambda: leadership.is_leader), name="reconcile"),
         asyncio.create_task(controller.resync_forever(), name="resync"),
     ]
     stopping = asyncio.create_task(stop.wait())

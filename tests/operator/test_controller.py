@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -10,7 +11,7 @@ import msgspec
 import pytest
 from motley_api import records
 from motley_operator import controller as module
-from motley_operator.cache import RunKey
+from motley_operator.cache import WATCHED, RunKey
 from motley_operator.controller import Controller, Pace
 from motley_operator.manifests import Urls
 from motley_operator.measure import RunMemory
@@ -227,6 +228,41 @@ async def test_nothing_is_kept_of_a_run_that_went(
     assert await gone.reconcile(KEY) is None
     kept = {name: value for name, value in vars(gone).items() if isinstance(value, dict) and KEY in value}
     assert kept == {}
+
+
+class Lists:
+    """An API server that fails once, and then has one run."""
+
+    def __init__(self) -> None:
+        self.listed: list[str] = []
+
+    async def list(self, kind: str, namespace: str | None, **options: Any) -> AsyncIterator[dict[str, Any]]:
+        self.listed.append(kind)
+        if len(self.listed) == 2:
+            raise OSError("no route")
+        if kind == "RLRun":
+            yield {
+                "kind": "RLRun",
+                "metadata": {"namespace": "ns", "name": "demo", "uid": "r", "resourceVersion": "1"},
+            }
+
+
+async def test_no_run_is_looked_at_before_everything_there_is_is_known(
+    clock: Clock, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restart the watches bring thousands of objects one by one: pods that they have not shown yet are not gone."""
+    busy = Busy(clock, answers, monkeypatch)
+    lists = Lists()
+    busy.kube = lists  # type: ignore[assignment]
+    busy.seen, busy.time, busy.pace = [], clock, Pace(first_retry_s=0.0)
+    running = asyncio.create_task(busy.fill_and_run(lambda: True))
+    while not busy.seen:
+        clock.now_s += 0.1
+        await asyncio.sleep(0.001)
+    assert lists.listed == ["RLRun", WATCHED[1], *WATCHED]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert busy.seen == ["demo"]
 
 
 async def test_a_run_in_trouble_is_tried_again_ever_less_often(looked: Looked, clock: Clock) -> None:
