@@ -38,7 +38,7 @@ test-e2e: setup ## one short run end to end on the local cluster
 .PHONY: test-sglang
 test-sglang: venv-sglang ## the tests that need the real SGLang server, a run on the local cluster among them
 	@$(PY) -m motley_local.main build
-	@$(PY) -m pytest -q -m sglang tests/engine tests/agent tests/e2e $(ARGS)
+	@$(PY) -m pytest -q -m sglang --e2e tests/engine tests/agent tests/e2e $(ARGS)
 
 .PHONY: study
 study: setup ## the mixed-precision ablation in miniature (ARM=..., SEEDS=...)
