@@ -84,10 +84,10 @@ async def serve_operator(env: Mapping[str, str]) -> int:
     log = logging.getLogger("motley.operator")
     credentials = load_credentials(env)
     namespace = env.get(ENV_WATCH_NAMESPACE) or None
-    kube, telemetry, shown = Kube(credentials), Telemetry(), metrics.Metrics()
+    active_s = reconcile_seconds(env)
+    kube, telemetry, shown = Kube(credentials), Telemetry(window_s=20 * active_s), metrics.Metrics()
     lease_kube = Kube(credentials)  # so that a renewal never waits for a connection behind a thousand other requests
     images = {f"image_{role}": env[name] for role, name in IMAGES.items() if env.get(name)}
-    active_s = reconcile_seconds(env)
     pace = Pace(active_s=active_s, nodes_s=10 * active_s, resize_s=20 * active_s)
     controller = Controller(
         kube,

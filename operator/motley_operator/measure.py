@@ -52,10 +52,12 @@ class RunMemory:
     refusals: dict[tuple[str, str], Refusal] = field(default_factory=dict)
     failed_creates: dict[tuple[str, str], str] = field(default_factory=dict)
 
-    def hear_router(self, status: records.RouterStatus | None, now_unix_s: float) -> None:
+    def hear_router(
+        self, status: records.RouterStatus | None, now_unix_s: float, window_s: float = capacity.WINDOW_S
+    ) -> None:
         """What the router says, or that it does not answer."""
         self.router = status
-        self.window, ended = capacity.seen(self.window, status, now_unix_s)
+        self.window, ended = capacity.seen(self.window, status, now_unix_s, window_s)
         for load in ended:
             self.loads[load.group] = (*self.loads.get(load.group, ()), load)[-KEPT_LOADS:]
 
@@ -109,8 +111,8 @@ class RunMemory:
 class Telemetry:
     """One HTTP session for all runs."""
 
-    def __init__(self, unix_s: Callable[[], float] = time.time) -> None:
-        self._unix_s = unix_s
+    def __init__(self, unix_s: Callable[[], float] = time.time, window_s: float = capacity.WINDOW_S) -> None:
+        self._unix_s, self._window_s = unix_s, window_s
         self._session = aiohttp.ClientSession(timeout=TIMEOUT)
 
     async def close(self) -> None:
@@ -133,7 +135,7 @@ class Telemetry:
     async def _router(self, memory: RunMemory, url: str) -> None:
         try:
             heard = await self._get(f"{url}/v1/status", memory.token, records.RouterStatus)
-            memory.hear_router(heard, self._unix_s())
+            memory.hear_router(heard, self._unix_s(), self._window_s)
             memory.router_error = ""
         except (TelemetryError, aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
             memory.hear_router(None, self._unix_s())

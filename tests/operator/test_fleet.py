@@ -9,7 +9,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -94,11 +94,8 @@ class Kubelet:
                 self.world.patch("Pod", name, {"status": status}, subresource="status")
 
 
-@contextmanager
-def training(world: World) -> Iterator[None]:
-    """Router and trainer answer: one step is done."""
-    heard = {"generation": 0}
-    step = records.StepRecord(
+def one_step(world: World) -> records.StepRecord:
+    return records.StepRecord(
         run=world.run,
         step=1,
         attempt=1,
@@ -117,10 +114,19 @@ def training(world: World) -> Iterator[None]:
         groups=[],
     )
 
-    def router() -> records.RouterStatus:
-        return records.RouterStatus(
-            fleet_generation=heard["generation"], sessions_active=0, sessions_total=0, groups=[], engines=[]
-        )
+
+def idle_router() -> records.RouterStatus:
+    return records.RouterStatus(fleet_generation=0, sessions_active=0, sessions_total=0, groups=[], engines=[])
+
+
+@contextmanager
+def training(world: World, router: Callable[[], records.RouterStatus] = idle_router) -> Iterator[None]:
+    """Router and trainer answer: one step is done."""
+    heard = {"generation": 0}
+    step = one_step(world)
+
+    def told() -> records.RouterStatus:
+        return msgspec.structs.replace(router(), fleet_generation=heard["generation"])
 
     def trainer() -> records.TrainerStatus:
         return records.TrainerStatus(
@@ -135,16 +141,16 @@ def training(world: World) -> Iterator[None]:
             fleet_generation=heard["generation"],
         )
 
-    addresses = {
-        name: eventually(
-            lambda name=name: world.must("Service", world.named(name))["spec"]["clusterIP"], f"{name}'s address"
+    def address(name: str) -> str:
+        found: str = eventually(
+            lambda: world.must("Service", world.named(name))["spec"]["clusterIP"], f"{name}'s address"
         )
-        for name in ("router", "trainer")
-    }
+        return found
+
     eventually(lambda: world.pods("router"), "the router's pod")
     with (
-        played(addresses["router"], keys.ROUTER_PORT, {"/v1/status": router}, heard),
-        played(addresses["trainer"], keys.TRAINER_PORT, {"/v1/status": trainer, "/v1/steps": [step]}, heard),
+        played(address("router"), keys.ROUTER_PORT, {"/v1/status": told}, heard),
+        played(address("trainer"), keys.TRAINER_PORT, {"/v1/status": trainer, "/v1/steps": [step]}, heard),
     ):
         eventually(lambda: world.make_ready("motley.dev/role=router"), "the router is ready")
         yield
@@ -205,6 +211,68 @@ def test_a_rebalance_that_is_killed_again_and_again_ends_and_never_breaks_the_ca
         f"engines: {world.named('b200')} 6 -> 0, {world.named('h200')} 2 -> 8"
     ]
     assert "$46.58/h for 256 sessions -> $36.32/h for 256, 256 wanted" in decisions[0]["why"]
+
+
+def test_a_saturated_group_loses_new_sessions_and_gains_an_engine(own_world: World, operators: Operators) -> None:
+    """The study's: 47 of 48 slots, KV cache 85-98% full, requests set back. All from what a router tells, over HTTP."""
+    world = own_world
+    world.node("NVIDIA-H200", 8)
+    operators.start()
+    sized = {"minReplicas": 4, "maxReplicas": 6, "template": world.placed_here(), "drainSeconds": 1}
+    group = {"name": "h200", "gpuType": "H200", "precision": "FP8", "replicas": 4, "sessionsPerEngine": 12, **sized}
+    world.apply(world.manifest(samplerGroups=[group]))
+    kubelet, name, began = Kubelet(world), world.named("h200"), time.monotonic()
+
+    def turn() -> bool:
+        kubelet.turn()
+        return True
+
+    def row() -> Json:
+        rows = world.status().get("groups", [])
+        assert rows, "no status yet"
+        found: Json = rows[0]
+        return found
+
+    def router() -> records.RouterStatus:
+        seconds = int(time.monotonic() - began)
+        engines = [
+            records.EngineState(
+                id=f"e{number}",
+                group=name,
+                view="fp8",
+                url="http://e",
+                version=1,
+                ready=True,
+                running=9,
+                kv_used_percent=(85, 91, 94, 98)[number],
+                turns=100 * seconds,
+                generated_tokens=7700 * seconds,
+                busy_s=float(seconds),
+                preemptions=20 * seconds,
+            )
+            for number in range(4)
+        ]
+        told = records.GroupSessions(
+            name=name, active=47, capacity_sessions=48, share_milli=1000, engines_ready=4, engines=4
+        )
+        return records.RouterStatus(
+            fleet_generation=0, sessions_active=47, sessions_total=9000, groups=[told], engines=engines
+        )
+
+    eventually(lambda: turn() and row()["ready"] == 4, "four engines")
+    assert (row()["capacitySource"], row()["capacitySessions"]) == ("Declared", 48)
+    with training(world, router):
+        eventually(lambda: turn() and row()["capacitySource"] == "Measured", "a measured capacity")
+        # 20% of the turns were set back: 11.75 x 0.9
+        assert row()["sessionsPerEngine"] == "10.575"
+        eventually(lambda: turn() and world.must("Deployment", name)["spec"]["replicas"] == 5, "a fifth engine")
+        eventually(lambda: turn() and row()["capacitySessions"] == 52, "5 x 10.575 sessions")
+        eventually(lambda: world.condition("SamplerGroup", name, "Saturated")[0] == "True", "Saturated")
+    fleet = json.loads(world.must("ConfigMap", world.named("fleet"))["data"]["fleet.json"])
+    assert fleet["groups"][0]["sessions_per_engine"] == 10
+    told = [item["what"] for item in world.status()["decisions"]]
+    assert f"capacity: {name} 12 -> 10.575 sessions an engine" in told
+    assert f"engines: {name} 4 -> 5" in told
 
 
 def test_groups_are_scaled_by_kubectl_and_the_operator_follows(world: World) -> None:

@@ -214,7 +214,7 @@ def _serving(status: records.RouterStatus) -> dict[str, records.EngineState]:
 
 
 def seen(
-    window: Window | None, status: records.RouterStatus | None, now_unix_s: float
+    window: Window | None, status: records.RouterStatus | None, now_unix_s: float, window_s: float = WINDOW_S
 ) -> tuple[Window | None, tuple[Load, ...]]:
     """The window with one more look at the router; once it is over, a new one and the loads of every group.
 
@@ -242,7 +242,7 @@ def seen(
         },
     }
     window = replace(window, sums=sums, sessions_total=status.sessions_total, looked_unix_s=now_unix_s)
-    if now_unix_s - window.began_unix_s < WINDOW_S:
+    if now_unix_s - window.began_unix_s < window_s:
         return window, ()
     return anew, tuple(
         load for name in sorted(by_group) if (load := _load(name, window, by_group[name], now_unix_s)) is not None
