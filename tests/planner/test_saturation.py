@@ -8,8 +8,11 @@ from typing import Any
 
 import msgspec
 from motley_api import keys, records
+from motley_api.resources import SamplerGroupStatus
+from motley_api.resources.base import Condition
 from motley_api.resources.rlrun import Decision, GroupStatus
 from motley_operator.measure import RunMemory
+from motley_operator.planner import measured
 from motley_operator.planner.model import Plan, Snapshot
 from motley_operator.planner.plan import plan
 from planner import study
@@ -144,6 +147,22 @@ def test_capacity_holds_over_a_restart_and_ends_with_a_new_declaration() -> None
     groups = [*(one for one in after.groups if one.name != GROUP), study.group(GROUP, sessionsPerEngine=8)]
     edited = row(plan(replace(restarted, groups=tuple(groups)), at(80)))
     assert (edited.sessions_per_engine, edited.capacity_source) == ("8", "Declared")
+
+
+def test_a_restart_says_nothing_new_about_a_group_with_room() -> None:
+    """Otherwise every group's status is written twice whenever the operator starts."""
+    said = Condition(
+        type="Saturated",
+        status="False",
+        reason="Room",
+        message="nothing waits",
+        last_transition_time="2026-10-13T12:00:00Z",
+        observed_generation=1,
+    )
+    group = replace(study.group(GROUP), status=SamplerGroupStatus(conditions=[said]))
+    restarted = replace(fleet(sessions=1344), loads=())
+    found = measured.finding(restarted, group)
+    assert (found.status, found.reason, found.message) == ("False", "Room", "nothing waits")
 
 
 def test_a_group_without_load_keeps_its_declared_capacity_and_is_marked() -> None:

@@ -75,8 +75,8 @@ def finding(seen: Snapshot, group: GroupView) -> Finding:
             "Saturated", "False", "Room", "turns are within spec.rollout.turnLatencySeconds, and nothing waits"
         )
     old = next((item for item in group.status.conditions if item.type == "Saturated"), None)
-    if old is not None and old.status == "True":
-        return Finding("Saturated", "True", old.reason, old.message)
+    if old is not None and old.reason in ("Saturated", "Room"):  # an operator that restarted knows no window yet
+        return Finding("Saturated", "True" if old.status == "True" else "False", old.reason, old.message)
     return Finding("Saturated", "False", "NotMeasured", "no minute under load was seen lately")
 
 
