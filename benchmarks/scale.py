@@ -616,7 +616,9 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=8, help="of each run")
     parser.add_argument("--pods", type=int, default=1000, help="of all runs")
     parser.add_argument("--steady", type=float, default=30.0, help="seconds of watching while nothing changes")
-    parser.add_argument("--settle", type=float, default=10.0, help="seconds before that")
+    parser.add_argument(
+        "--settle", type=float, default=70.0, help="seconds before that: a window of measured capacity ends in them"
+    )
     parser.add_argument("--churn", type=int, default=2, help="rounds in which a tenth of the runs is replaced")
     parser.add_argument("--pace", type=float, default=3.0, help="MOTLEY_RECONCILE_SECONDS")
     parser.add_argument("--deadline", type=float, default=1200.0, help="seconds to wait for pods")
