@@ -134,17 +134,21 @@ async def _do(
 
 
 async def _refuse_foreign(manifest: Mapping[str, Any], kube: Kube, cache: Cache, now: datetime) -> None:
-    """Before the first apply of an object: the watch shows only what carries our labels, and a name may be taken."""
+    """An object of that name may be another run's, which the cache knows, or nobody's: the watch shows only what carries our labels."""
     metadata = manifest["metadata"]
-    if cache.get(manifest["kind"], metadata["namespace"], metadata["name"]) is not None:
-        return
-    live = await kube.get(manifest["kind"], metadata["namespace"], metadata["name"])
+    if "uid" in metadata:
+        return  # a group of its own author, which only gets an owner
+    live = cache.get(manifest["kind"], metadata["namespace"], metadata["name"])
+    known = live is not None
+    if live is None:
+        live = await kube.get(manifest["kind"], metadata["namespace"], metadata["name"])
     if live is None:
         return
     ours = {owner["uid"] for owner in metadata["ownerReferences"]}
     if not ours & {owner["uid"] for owner in live["metadata"].get("ownerReferences", [])}:
         raise ForeignObjectError("exists and is not this run's: rename one of them, or delete it")
-    cache.put(live, now)
+    if not known:
+        cache.put(live, now)
 
 
 async def create_once(secret: Mapping[str, Any], kube: Kube) -> str:

@@ -95,7 +95,7 @@ def test_two_runs_that_want_one_name_are_told_and_the_first_keeps_it(world: Worl
 
     def both() -> bool:
         words = other.run_condition("ConfigurationValid")[2]
-        return f"SamplerGroup {world.named('x-y')}" in words and f"Deployment {world.named('x-router')}" in words
+        return f"SamplerGroup {world.named('x-w')}" in words and f"Deployment {world.named('x-router')}" in words
 
     eventually(both, "both are named")
     assert "rename one of them, or delete it" in text

@@ -86,3 +86,16 @@ async def test_what_was_refused_and_then_edited_away_is_forgotten(look: Look) ->
     await look(1)
     assert look.memory.errors == {("Secret", "r-token"): "exists and is not this run's"}
     assert await look(1.5, group("B200")) == 1  # and when it comes again, it is news
+
+
+async def test_an_object_that_another_run_made_is_left_to_it(look: Look) -> None:
+    """The cache knows it, under the other run."""
+    theirs = group("B200").manifest
+    owner = {"uid": "theirs", "kind": "RLRun", "name": "other"}
+    metadata = {"name": "r-h100", "namespace": "ns", "resourceVersion": "1", "uid": "u", "ownerReferences": [owner]}
+    look.cache.put({**theirs, "metadata": metadata}, at(0))
+    assert await look(0, group("B200")) == 0
+    assert look.memory.errors == {GROUP: "exists and is not this run's: rename one of them, or delete it"}
+    look.server.refuses = False
+    joins = Apply({"kind": "SamplerGroup", "metadata": {**metadata, "ownerReferences": [{"uid": "ours"}]}})
+    assert await look(1, joins) == 1  # one that only gets an owner beside its author's
