@@ -292,7 +292,6 @@ class Controller:
                 memory.errors[secret] = str(error)
         first = observe.snapshot(self.cache, key, memory, settings=self.settings, nodes=None, fresh_token="")
         assert first is not None
-        memory.notice(first.children, self.utc_now())
         await self._measure(first, memory)
         await self._failed_creates(first, memory)
         due = self.clock() - memory.sized_s >= self.pace.resize_s and resize.due(first, self.utc_now())
@@ -307,6 +306,7 @@ class Controller:
             nodes=looked.nodes,
             nodes_error=looked.error,
             resize_due=due,
+            now=self.utc_now(),
             fresh_token=secrets.token_urlsafe(32),
         )
 

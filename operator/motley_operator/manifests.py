@@ -173,7 +173,10 @@ def inline_sampler_group(run: RunRef, group: InlineGroup, live: Mapping[str, Any
     if live is not None and live["metadata"].get("annotations", {}).get(keys.REPLICAS_ANNOTATION) == str(
         group.replicas
     ):
-        spec["replicas"] = live["spec"].get("replicas", group.replicas)
+        # Left to whoever set it, also when that changes between this look and the apply; without an owner it would be the default.
+        del spec["replicas"]
+        if not live["metadata"].get("replicasSetBy"):
+            spec["replicas"] = live["spec"].get("replicas", group.replicas)
     metadata = {"annotations": noted}
     return _object(GROUP_VERSION, "SamplerGroup", run, name, run.owner(), labelled, metadata=metadata, spec=spec)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 from motley_api.resources import GpuTypeName, Precision, RLRunSpec, RLRunStatus, SamplerGroupSpec, SamplerGroupStatus
@@ -101,6 +102,7 @@ def snapshot(
     nodes_error: str = "",
     resize_due: bool = True,
     fresh_token: str,
+    now: datetime | None = None,
 ) -> Snapshot | None:
     """None when there is no such run. Raises InvalidSpecError."""
     body = cache.get("RLRun", *key)
@@ -119,6 +121,8 @@ def snapshot(
     children = {
         (item["kind"], item["metadata"]["name"]): item for kind in CHILD_KINDS for item in cache.of_run(key, kind)
     } | {("SamplerGroup", item["metadata"]["name"]): item for item in group_bodies}
+    if now is not None:  # a plan follows, whose own writes must not be taken for another's
+        memory.notice(children, now)
     return Snapshot(
         namespace=key[0],
         name=key[1],

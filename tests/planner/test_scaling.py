@@ -172,7 +172,9 @@ def test_an_inline_group_that_was_scaled_keeps_its_replicas_until_the_run_is_edi
     made = live(manifests.inline_sampler_group(run, inline(2)))
     assert (made["spec"]["replicas"], made["metadata"]["annotations"][keys.REPLICAS_ANNOTATION]) == (2, "2")
     scaled = written(made, 5, "kubectl")
-    assert manifests.inline_sampler_group(run, inline(2), scaled)["spec"]["replicas"] == 5
+    kept = manifests.inline_sampler_group(run, inline(2), scaled)
+    assert "replicas" not in kept["spec"]  # so that applying it changes nothing of theirs
+    assert manifests.differs(kept, {**scaled, "metadata": {**scaled["metadata"], **kept["metadata"]}}) is False
     assert manifests.inline_sampler_group(run, inline(3), scaled)["spec"]["replicas"] == 3
 
 
