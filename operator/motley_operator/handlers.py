@@ -18,7 +18,7 @@ from motley_operator.cache import WATCHED
 from motley_operator.controller import Controller
 from motley_operator.kube import RESOURCES, Credentials
 
-CHUNK = 250  # objects of a page of a list: the most that the framework holds at once
+CHUNK = 100  # objects of a page of a list: the most that the framework holds of a kind at once
 INACTIVE_S = 70.0  # a watch without an event or a bookmark, which come every minute, is opened anew
 WORKER_IDLE_S = 1.0  # the framework keeps a task for each object that changed, so long after its last change
 TOKEN_LIFE = timedelta(minutes=10)  # a service account's token is read again this often

@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 ENV_SERVICE_ACCOUNT_DIR = "MOTLEY_SERVICE_ACCOUNT_DIR"
 SERVICE_ACCOUNT_DIR = "/var/run/secrets/kubernetes.io/serviceaccount"
-PAGE = 500  # objects of one page of a list
+PAGE = 250  # objects of one page of a list
 TIMEOUT_S = 30.0
 CONNECTIONS = 32
 METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
