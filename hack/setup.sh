@@ -37,11 +37,11 @@ if [ "$(cat .venv/.motley-setup 2>/dev/null)" != "$want" ] || ! .venv/bin/python
   fi
   if ! .venv/bin/uv --version >/dev/null 2>&1; then
     say "installing uv, which installs the rest"
+    .venv/bin/python -m pip --version >/dev/null 2>&1 || .venv/bin/python -m ensurepip >/dev/null
     .venv/bin/python -m pip install --quiet --disable-pip-version-check uv
   fi
   say "installing pinned dependencies and compiling them (torch's Linux wheels are about 5 GB unpacked: one to several minutes) ..."
   .venv/bin/uv pip sync --quiet --compile-bytecode --python .venv/bin/python --require-hashes requirements.txt
-  .venv/bin/uv pip install --quiet --python .venv/bin/python uv
   .venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps --editable .
   echo "$want" > .venv/.motley-setup
   say "the environment is ready"
