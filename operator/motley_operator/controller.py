@@ -30,7 +30,7 @@ from motley_operator.planner.plan import plan, service_urls
 
 log = logging.getLogger("motley.operator")
 PLANS_AVERAGED = 50
-FILL_PAGE = 250
+FILL_PAGE = 100  # few objects in memory at once: what a process took, it keeps
 
 
 @dataclass(frozen=True)
