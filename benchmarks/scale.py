@@ -223,7 +223,14 @@ async def many[T](work: list[Callable[[], Awaitable[T]]]) -> None:
 async def until(look: Callable[[], Awaitable[bool]], what: str, deadline_s: float, every_s: float = 0.5) -> None:
     """Raises TimeoutError, saying what was awaited."""
     end = time.monotonic() + deadline_s
-    while not await look():
+
+    async def seen() -> bool:
+        try:
+            return await look()
+        except (aiohttp.ClientError, OSError, TimeoutError):  # a server at its limit
+            return False
+
+    while not await seen():
         if time.monotonic() > end:
             raise TimeoutError(f"not within {deadline_s:.0f} s: {what}")
         await asyncio.sleep(every_s)
