@@ -25,8 +25,8 @@ from pathlib import Path
 from motley_api import keys, records
 from motley_operator import preview
 from motley_operator.planner import cost
+from motley_operator.planner.decide import engine_usd_per_hour
 from motley_operator.planner.model import PodView, Snapshot
-from motley_operator.planner.plan import engine_usd_per_hour
 
 MANIFEST = Path(__file__).parent.parent / "examples/study/run.yaml"
 STEPS = 200

@@ -18,13 +18,13 @@ from motley_api.resources import CapacityType, GpuTypeName, RLRunSpec, RLRunStat
 from pydantic import ValidationError
 
 from motley_operator import names, observe
-from motley_operator.kube import ApiError, Kube, NoClusterError, user_credentials
+from motley_operator.kube import ApiError, Kube, KubeconfigError, NoClusterError, user_credentials
 from motley_operator.nodes import look
 from motley_operator.planner import budget, cost, placement, rebalance, resize, shares, status
+from motley_operator.planner.decide import caps as budget_caps
+from motley_operator.planner.decide import declared_sessions, engine_usd_per_hour, trainer_usd_per_hour
 from motley_operator.planner.model import GroupView, NodeView, Snapshot, view_of
 from motley_operator.planner.placement import Ask
-from motley_operator.planner.plan import caps as budget_caps
-from motley_operator.planner.plan import declared_sessions, engine_usd_per_hour, trainer_usd_per_hour
 
 Json = dict[str, Any]
 
@@ -104,11 +104,11 @@ def optimise(seen: Snapshot, caps: Caps) -> tuple[rebalance.Fleet, rebalance.Fle
         engines = resize.declared(group.spec) if resize.movable(group.spec) else group.spec.replicas
         made = resize.option(
             group,
-            engines if status.supported(group) else 0,
+            engines if placement.supported(group) else 0,
             rate,
             sessions=group.spec.sessions_per_engine,
             effective=Decimal(1),
-            serves=status.supported(group),
+            serves=placement.supported(group),
             placeable=room,
         )
         options.append(replace(made, start_usd=Decimal(0), leave_usd=Decimal(0)))
@@ -143,18 +143,51 @@ def usd_per_thousand_turns(fleet: rebalance.Fleet, rates: Mapping[str, Decimal |
 
 
 def read_manifest(text: str) -> tuple[Json, list[Json]]:
-    """(the RLRun, SamplerGroups that name it)."""
-    documents = [document for document in yaml.safe_load_all(text) if document]
+    """(the RLRun, SamplerGroups that name it). Raises ManifestError."""
+    try:
+        documents = [document for document in yaml.safe_load_all(text) if document is not None]
+    except yaml.YAMLError as error:
+        raise ManifestError(f"the manifest is not YAML: {one_line(error)}") from error
+    for number, document in enumerate(documents, 1):
+        where = f"document {number} of the manifest"
+        if not isinstance(document, dict):
+            raise ManifestError(f"{where} must be an object with kind, metadata and spec, found {_kind_of(document)}")
+        for key in ("metadata", "spec"):
+            if document.get("kind") in ("RLRun", "SamplerGroup") and not isinstance(document.get(key), dict):
+                raise ManifestError(f"{where}: {key} must be an object, found {_kind_of(document.get(key))}")
     runs = [document for document in documents if document.get("kind") == "RLRun"]
     if len(runs) != 1:
         raise ManifestError(f"the manifest must have exactly one RLRun, found {len(runs)}")
-    name = runs[0].get("metadata", {}).get("name", "")
-    late = [
-        document
-        for document in documents
-        if document.get("kind") == "SamplerGroup" and document.get("spec", {}).get("runRef", {}).get("name") == name
-    ]
-    return runs[0], late
+    groups = [document for document in documents if document.get("kind") == "SamplerGroup"]
+    for document in (runs[0], *groups):
+        if not isinstance(document["metadata"].get("name"), str):
+            raise ManifestError(f"metadata.name of {document['kind']} must be set, to a string")
+    name = runs[0]["metadata"]["name"]
+    return runs[0], [document for document in groups if _run_of(document) == name]
+
+
+def _run_of(group: Json) -> object:
+    ref = group["spec"].get("runRef")
+    return ref.get("name") if isinstance(ref, dict) else None
+
+
+def _kind_of(value: object) -> str:
+    names_of = {type(None): "nothing", list: "a list", dict: "an object", str: "text"}
+    return names_of.get(type(value), f"the {type(value).__name__} {value!r}")
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def read_text(file: str) -> str:
+    """A manifest's text, - is standard input. Raises ManifestError."""
+    try:
+        return sys.stdin.read() if file == "-" else Path(file).read_text()
+    except OSError as error:
+        raise ManifestError(f"{file}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ManifestError(f"{file}: not a text file: {error.reason} at byte {error.start}") from error
 
 
 def snapshot_of(run: Json, late: Sequence[Json], nodes: tuple[NodeView, ...] | None) -> Snapshot:
@@ -247,7 +280,7 @@ def preview(seen: Snapshot, cluster: str, caps: Caps = Caps()) -> RunPlan:
     wants = [
         budget.Want(
             name=group.name,
-            replicas=group.spec.replicas if status.supported(group) else 0,
+            replicas=group.spec.replicas if placement.supported(group) else 0,
             min_replicas=group.spec.min_replicas or 0,
             existing=0,
             usd_per_engine_hour=engine_usd_per_hour(group, prices),
@@ -306,7 +339,7 @@ def _why(
     seen: Snapshot, group: GroupView, engines: int, placed: dict[str, int] | None, allotted: budget.Allotment
 ) -> str:
     spec = group.spec
-    if not status.supported(group):
+    if not placement.supported(group):
         return f"{spec.gpu_type.value} cannot run {spec.precision.value}"
     if group.name in allotted.short and (placed is None or allotted.replicas[group.name] <= placed[group.name]):
         return allotted.short[group.name]
@@ -439,6 +472,8 @@ async def cluster_nodes(run: Json) -> tuple[tuple[NodeView, ...] | None, str]:
     try:
         credentials = user_credentials()
         kube = Kube(credentials)
+    except KubeconfigError as error:
+        raise UnknownCapacityError(one_line(error)) from error
     except NoClusterError:
         return None, "no cluster: every engine is assumed to find a node"
     metadata = run.get("metadata", {})
@@ -478,12 +513,11 @@ def main(file: str, output: str, available: str = "", gpu_cap: int | None = None
         print(f"motley plan: --output must be table or json, got {output!r}", file=sys.stderr)
         return 2
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text()
-        run, late = read_manifest(text)
+        run, late = read_manifest(read_text(file))
         caps = parse_caps(available, gpu_cap)
         nodes, where = asyncio.run(nodes_of(run, caps, offline=offline))
         plan = preview(snapshot_of(run, late, nodes), where, caps)
-    except (OSError, yaml.YAMLError, ManifestError) as error:
+    except ManifestError as error:
         print(f"motley plan: {error}", file=sys.stderr)
         return 1
     if output == "json":

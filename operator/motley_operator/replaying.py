@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 from motley_api import records
 from motley_api.resources.rlrun import Guard, GuardStatus
 
@@ -124,7 +123,7 @@ def replay(
 def from_manifest(text: str) -> tuple[Guard, list[cost.EngineRate], Decimal | None]:
     """Guard, cost of a turn of each group, and of one on the baseline; from an RLRun."""
     from motley_operator import preview
-    from motley_operator.planner.plan import engine_usd_per_hour
+    from motley_operator.planner.decide import engine_usd_per_hour
 
     seen = preview.snapshot_of(*preview.read_manifest(text), None)
     prices = cost.price_table(seen.spec.prices)
@@ -175,12 +174,12 @@ def main(ledger: str, manifest: str, output: str) -> int:
     if output not in ("table", "json"):
         print(f"motley replay: --output must be table or json, got {output!r}", file=sys.stderr)
         return 2
-    from motley_operator.preview import ManifestError
+    from motley_operator.preview import ManifestError, read_text
 
     try:
-        rule, rates, base = from_manifest(Path(manifest).read_text()) if manifest else (Guard(), [], None)
+        rule, rates, base = from_manifest(read_text(manifest)) if manifest else (Guard(), [], None)
         found = replay(read_ledger(Path(ledger)), rule, rates, base)
-    except (LedgerError, ManifestError, OSError, yaml.YAMLError) as error:
+    except (LedgerError, ManifestError) as error:
         print(f"motley replay: {error}", file=sys.stderr)
         return 1
     shown = document(found)

@@ -24,7 +24,7 @@ from motley_api.resources import (
 from motley_api.resources.base import Toleration
 from motley_api.resources.rlrun import Trainer
 
-from motley_operator.planner.model import NodeView
+from motley_operator.planner.model import GroupView, NodeView
 
 PRODUCT = "nvidia.com/gpu.product"
 COMPUTE_MAJOR, COMPUTE_MINOR = "nvidia.com/gpu.compute.major", "nvidia.com/gpu.compute.minor"
@@ -48,6 +48,11 @@ SPOT_TAINTS = (("cloud.google.com/gke-spot", "true"), ("kubernetes.azure.com/sca
 LIFECYCLE_TAINTS = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/")
 DRA_DRIVER = "gpu.nvidia.com"
 SHOWN = 5  # names in a message
+
+
+def supported(group: GroupView) -> bool:
+    """Whether the group's GPU type computes in its precision at all."""
+    return GPU_TYPES[group.spec.gpu_type].runs(group.spec.precision)
 
 
 @dataclass(frozen=True)

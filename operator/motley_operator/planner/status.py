@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from motley_api import keys, records
 from motley_api.resources import GPU_TYPES, MIN_COMPUTE_CAPABILITY, RLRunStatus, SamplerGroupStatus
@@ -15,6 +15,7 @@ from motley_api.resources.rlrun import Cost, Decision, GroupCost, GroupStatus, G
 from motley_operator import manifests, names
 from motley_operator.planner import budget, guard, ledger, measured, placement, scaling, stock
 from motley_operator.planner.conditions import GROUP_CONDITIONS, RUN_CONDITIONS, Finding, merge
+from motley_operator.planner.decide import Decided
 from motley_operator.planner.lifecycle import (
     State,
     edited_since_start,
@@ -24,9 +25,6 @@ from motley_operator.planner.lifecycle import (
     restarts_gang,
 )
 from motley_operator.planner.model import GroupView, PodView, Snapshot, format_time, view_of
-
-if TYPE_CHECKING:
-    from motley_operator.planner.plan import Decided
 
 KEPT_DECISIONS = 10
 MAX_GROUPS = 256
@@ -48,10 +46,6 @@ def percent(ratio: records.Ratio) -> str | None:
 
 def share_percent(milli: int) -> str:
     return format(Decimal(milli) / 10, "f")
-
-
-def supported(group: GroupView) -> bool:
-    return GPU_TYPES[group.spec.gpu_type].runs(group.spec.precision)
 
 
 def summary(findings: Sequence[Finding], kind: str) -> Finding:
@@ -584,7 +578,7 @@ def _precision(group: GroupView) -> Finding:
     gpu = GPU_TYPES[group.spec.gpu_type]
     need = MIN_COMPUTE_CAPABILITY[group.spec.precision]
     have, want = (".".join(map(str, version)) for version in (gpu.compute_capability, need))
-    if supported(group):
+    if placement.supported(group):
         text = f"{gpu.name.value} has compute capability {have}; {group.spec.precision.value} needs {want}"
         return Finding("PrecisionSupported", "True", "Supported", text)
     able = ", ".join(other.name.value for other in GPU_TYPES.values() if other.runs(group.spec.precision))
@@ -645,7 +639,7 @@ def _group_ready(seen: Snapshot, made: Decided, group: GroupView, conformant: Fi
     ready = sum(pod.serves for pod in _pods(seen, group.name))
     if made.life.stopped:
         return Finding("Ready", "False", made.life.state, f"the run is {made.life.state}")
-    if not supported(group):
+    if not placement.supported(group):
         return Finding("Ready", "False", "NotSupported", _precision(group).message)
     if group.deleting:
         return Finding("Ready", "False", "Deleting", "its engines drain")
