@@ -92,6 +92,10 @@ class NoClusterError(Exception):
     """No kubeconfig, and not in a cluster."""
 
 
+class KubeconfigError(NoClusterError):
+    """A kubeconfig that is there, or was named, and cannot be used."""
+
+
 def load_credentials(env: Mapping[str, str] = os.environ) -> Credentials:
     """From KUBECONFIG, then the pod's service account, then ~/.kube/config."""
     account = Path(env.get(ENV_SERVICE_ACCOUNT_DIR, SERVICE_ACCOUNT_DIR))
@@ -112,12 +116,25 @@ def load_credentials(env: Mapping[str, str] = os.environ) -> Credentials:
 
 
 def from_kubeconfig(path: Path) -> Credentials:
-    document = yaml.safe_load(path.read_text())
+    """Raises KubeconfigError, with the file."""
+    try:
+        return _from_kubeconfig(path, yaml.safe_load(path.read_text()))
+    except OSError as error:
+        raise KubeconfigError(
+            f"{path}: {error}" if error.filename != str(path) else f"{path}: {error.strerror}"
+        ) from error
+    except (yaml.YAMLError, ValueError, AttributeError, TypeError, KeyError) as error:
+        raise KubeconfigError(f"{path}: not a kubeconfig: {' '.join(str(error).split())}") from error
+
+
+def _from_kubeconfig(path: Path, document: object) -> Credentials:
+    if not isinstance(document, dict):
+        raise KubeconfigError(f"{path}: not a kubeconfig: it must be an object with clusters, users and contexts")
 
     def named(kind: str, name: str) -> Json:
         found = next((item for item in document.get(f"{kind}s") or [] if item["name"] == name), None)
         if found is None:
-            raise NoClusterError(f"{path}: no {kind} named {name!r}")
+            raise KubeconfigError(f"{path}: no {kind} named {name!r}")
         return dict(found.get(kind) or {})
 
     def pem(holder: Json, key: str) -> str:
@@ -127,11 +144,11 @@ def from_kubeconfig(path: Path) -> Credentials:
 
     current = document.get("current-context") or ""
     if not current:
-        raise NoClusterError(f"{path}: no current-context")
+        raise KubeconfigError(f"{path}: no current-context")
     context = named("context", current)
     cluster, user = named("cluster", context["cluster"]), named("user", context["user"])
     if "exec" in user or "auth-provider" in user:
-        raise NoClusterError(f"{path}: the operator takes a token or certificates, not a credential plugin")
+        raise KubeconfigError(f"{path}: the operator takes a token or certificates, not a credential plugin")
     return Credentials(
         server=cluster["server"].rstrip("/"),
         namespace=context.get("namespace", "default"),
@@ -159,7 +176,7 @@ def user_credentials(env: Mapping[str, str] = os.environ) -> Credentials:
         configuration = client.Configuration()
         config.load_kube_config(config_file=paths, client_configuration=configuration)
     except (config.ConfigException, OSError, KeyError, TypeError, yaml.YAMLError) as error:
-        raise NoClusterError(f"{paths}: {error}") from error
+        raise KubeconfigError(f"{paths}: {' '.join(str(error).split())}") from error
 
     def text(path: str | None) -> str:
         return Path(path).read_text() if path else ""
