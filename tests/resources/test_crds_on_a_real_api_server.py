@@ -113,6 +113,19 @@ def test_demo_manifests_are_accepted(crds: Cluster, namespace: str) -> None:
         ),
         pytest.param(GROUP, "spec.gpuType", "V100", ["spec.gpuType", "A100-80GB"], id="unknown GPU type"),
         pytest.param(GROUP, "metadata.name", "g" * 46, ["metadata.name", "45"], id="group name too long for its pods"),
+        pytest.param(GROUP, "metadata.name", "r", ["metadata.name", "the run's own"], id="group named as its run"),
+        pytest.param(GROUP, "metadata.name", "r-router", ["metadata.name", "-router"], id="group named as the router"),
+        pytest.param(RUN, "spec.guard.klGrowth", "0", ["klGrowth", "above 0"], id="a growth of nothing"),
+        pytest.param(RUN, "spec.guard.entropyFall", "0.0", ["entropyFall", "above 0"], id="a fall to an infinite part"),
+        pytest.param(
+            RUN, "metadata.name", "my.run", ["metadata.name", "no dots"], id="a name that no Service can have"
+        ),
+        pytest.param(
+            RUN, "metadata.name", "7run", ["metadata.name", "start with a letter"], id="a name with a digit first"
+        ),
+        pytest.param(
+            RUN, "spec.trainer.tensorParallel", 3, ["tensorParallel", "nodes x gpusPerNode"], id="3 of 8 processes"
+        ),
         pytest.param(RUN, "metadata.name", "r" * 36, ["metadata.name", "35"], id="run name too long for its children"),
         pytest.param(
             RUN, "spec.samplerGroups.0.name", "g" * 44, ["samplerGroups[].name", "45"], id="child name too long"

@@ -27,7 +27,7 @@ from motley_api.resources.base import (
     rules,
 )
 from motley_api.resources.gpus import CapacityType, GpuTypeName, Precision
-from motley_api.resources.samplergroup import TEMPLATE_RULES, SamplerGroupTemplate
+from motley_api.resources.samplergroup import RUN_PARTS, TEMPLATE_RULES, SamplerGroupTemplate
 
 
 class ModelSource(Model):
@@ -362,7 +362,13 @@ class Trainer(Model):
     """All of it but dtype may change mid-run: the gang saves, leaves, and goes on as it is declared then."""
 
     model_config = ConfigDict(
-        json_schema_extra=rules(immutable("dtype", "apply another RLRun: a run's numbers are of one precision")),
+        json_schema_extra=rules(
+            immutable("dtype", "apply another RLRun: a run's numbers are of one precision"),
+            (
+                "self.nodes * self.gpusPerNode % (self.tensorParallel * self.expertParallel) == 0",
+                "tensorParallel x expertParallel must divide nodes x gpusPerNode: each process has one place in the layout",
+            ),
+        ),
         alias_generator=_alias,
     )
     gpu_type: Annotated[GpuTypeName, Field(description="gpuType: the trainer's accelerator. Default: B200.")] = (
@@ -543,8 +549,8 @@ class InlineGroup(SamplerGroupTemplate):
             description="name: the SamplerGroup made from it is called <run>-<name>.",
             json_schema_extra=rules(
                 (
-                    "!(self in ['router', 'rollout', 'trainer', 'gang'])",
-                    "name must not be one of router, rollout, trainer, gang: the run's own parts are called so",
+                    f"!(self in {list(RUN_PARTS)})",
+                    f"name must not be one of {', '.join(RUN_PARTS)}: the run's own parts are called so",
                 )
             ),
         ),
@@ -623,6 +629,19 @@ class GuardAction(StrEnum):
 class Guard(Model):
     """Acts on growth of the mismatch, not on its size."""
 
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            *(
+                (
+                    f"double(self.{field}) > 0.0",
+                    f"{field} must be above 0: it multiplies an early level, and 0 alarms always",
+                )
+                for field in ("klGrowth", "tailRatio", "outOfRangeGrowth")
+            ),
+            ("double(self.entropyFall) > 0.0", "entropyFall must be above 0: it divides an early level"),
+        ),
+        alias_generator=_alias,
+    )
     action: Annotated[
         GuardAction, Field(description="action: the strongest step that the guard may take. Default: Pause.")
     ] = GuardAction.PAUSE
@@ -968,6 +987,10 @@ class RLRun(Model):
             (
                 f"size(self.metadata.name) <= {MAX_NAME - 10}",
                 f"metadata.name must be at most {MAX_NAME - 10} characters: children are named after it",
+            ),
+            (
+                "self.metadata.name.matches('^[a-z][-a-z0-9]*$')",
+                "metadata.name must start with a letter and have no dots: Services are named after it",
             ),
             (
                 "!has(self.spec.samplerGroups) || self.spec.samplerGroups.all(g, size(self.metadata.name) + 1 + size(g.name)"

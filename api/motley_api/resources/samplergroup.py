@@ -59,6 +59,9 @@ def _precision_rules() -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
+# What the operator makes for a run itself is called <run>-<part>; a group's objects would get the same names.
+RUN_PARTS = ("router", "rollout", "trainer", "gang")
+
 TEMPLATE_RULES = (
     *_precision_rules(),
     (
@@ -192,7 +195,13 @@ class SamplerGroup(Model):
             (
                 f"size(self.metadata.name) <= {MAX_NAME}",
                 f"metadata.name must be at most {MAX_NAME} characters: pods and labels are named after it",
-            )
+            ),
+            (
+                "self.metadata.name != self.spec.runRef.name && "
+                f"!(self.metadata.name in {[f'-{part}' for part in RUN_PARTS]}.map(part, self.spec.runRef.name + part))",
+                f"metadata.name must not be the run's own, nor that with {', '.join(f'-{part}' for part in RUN_PARTS)}:"
+                " the run's own parts are called so",
+            ),
         ),
         alias_generator=_alias,
     )
@@ -204,6 +213,7 @@ class SamplerGroup(Model):
 
 
 __all__ = [
+    "RUN_PARTS",
     "TEMPLATE_RULES",
     "Count",
     "Engine",
