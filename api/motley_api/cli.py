@@ -5,6 +5,7 @@ Only the subcommand that is called gets imported, so that `motley rollout` never
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
@@ -12,7 +13,6 @@ from importlib.metadata import EntryPoint, entry_points
 GROUP = "motley.commands"
 HELP = {
     "crds": "write the CustomResourceDefinitions",
-    "demo": "run the demo on a local cluster",
     "local": "a real control plane with virtual GPU nodes on this machine",
     "operator": "the Kubernetes operator",
     "plan": "what would be placed, shared and paid for a manifest, and why",
@@ -24,6 +24,8 @@ HELP = {
     "trainer": "the training gang's process",
     "watch": "a run, live in the terminal",
 }
+# Processes of a run's pods: configured by their environment alone.
+SERVICES = ("rollout", "router", "sampler", "trainer")
 
 
 def commands() -> dict[str, EntryPoint]:
@@ -50,6 +52,10 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"motley: no command {argv[0]!r}; there are: {', '.join(found)}", file=sys.stderr)
         sys.exit(2)
     command: Callable[[], object] = found[argv[0]].load()
+    if argv[0] in SERVICES and any(argument in ("-h", "--help") for argument in argv[1:]):
+        print(inspect.getdoc(sys.modules[command.__module__]))
+        print("\nTakes no options. The operator starts it in a pod and sets its environment (MOTLEY_*).")
+        return
     sys.argv = [f"motley {argv[0]}", *argv[1:]]
     command()
 

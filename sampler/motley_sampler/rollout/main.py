@@ -1,4 +1,4 @@
-"""``motley rollout``: one worker process, configured by its environment (see motley_api.keys)."""
+"""`motley rollout`: one worker process, configured by its environment (see motley_api.keys)."""
 
 from __future__ import annotations
 
