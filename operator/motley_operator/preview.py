@@ -131,15 +131,21 @@ def optimise(seen: Snapshot, caps: Caps) -> tuple[rebalance.Fleet, rebalance.Fle
     return rebalance.fleet_of(options, need, declared.engines), rebalance.solve(options, need), need.sessions
 
 
-def usd_per_thousand_turns(fleet: rebalance.Fleet, rates: Mapping[str, Decimal | None]) -> Decimal | None:
-    """Its price over the turns that it serves at the latency bound; None where a group's rate is not declared."""
-    turns = Decimal(0)
+def fleet_usd_per_hour(plan: RunPlan, fleet: rebalance.Fleet) -> Decimal | None:
+    """None where an engine of the fleet has no price: what is not known is not free."""
+    unpriced = {row.name for row in plan.groups if row.usd_per_hour is None}
+    return None if any(engines and name in unpriced for name, engines in fleet.engines.items()) else fleet.usd_per_hour
+
+
+def usd_per_thousand_turns(plan: RunPlan, fleet: rebalance.Fleet) -> Decimal | None:
+    """Its price over the turns that it serves at the latency bound; None where a group's rate or price is not known."""
+    hourly, turns = fleet_usd_per_hour(plan, fleet), Decimal(0)
     for name, engines in fleet.engines.items():
-        rate = rates[name]
+        rate = plan.rates[name]
         if engines and rate is None:
             return None
         turns += engines * (rate or 0)
-    return fleet.usd_per_hour * 1000 / turns if turns else None
+    return hourly * 1000 / turns if turns and hourly is not None else None
 
 
 def read_manifest(text: str) -> tuple[Json, list[Json]]:
@@ -416,8 +422,8 @@ def _fleet_document(plan: RunPlan, fleet: rebalance.Fleet) -> Json:
     return {
         "engines": dict(sorted(fleet.engines.items())),
         "sessions": fleet.sessions,
-        "usdPerHour": cost.usd(fleet.usd_per_hour),
-        "usdPerThousandTurns": cost.usd(usd_per_thousand_turns(fleet, plan.rates)),
+        "usdPerHour": cost.usd(fleet_usd_per_hour(plan, fleet)),
+        "usdPerThousandTurns": cost.usd(usd_per_thousand_turns(plan, fleet)),
     }
 
 
@@ -454,9 +460,11 @@ def show(plan: RunPlan) -> None:
     if plan.baseline_usd_per_hour is not None:
         console.print(f"baseline ${dollars(plan.baseline_usd_per_hour)}/h for {plan.baseline_sessions} sessions")
     for name, fleet in (("declared", plan.declared), ("cheapest within min/max", plan.optimised)):
-        per_turns = usd_per_thousand_turns(fleet, plan.rates)
+        per_turns = usd_per_thousand_turns(plan, fleet)
         text = "unknown" if per_turns is None else f"{per_turns:.4f}"
-        console.print(f"{name}: ${dollars(fleet.usd_per_hour)}/h, {fleet.sessions} sessions, ${text} per 1,000 turns")
+        console.print(
+            f"{name}: ${dollars(fleet_usd_per_hour(plan, fleet))}/h, {fleet.sessions} sessions, ${text} per 1,000 turns"
+        )
     if plan.optimised.refused:
         console.print(f"no cheaper fleet: {plan.optimised.refused}")
     elif not plan.optimised.met:

@@ -89,3 +89,14 @@ def test_a_kubeconfig_that_was_named_and_is_none_is_an_error_and_no_plan(
     line = the_only_line(capsys)
     assert "the cluster cannot be looked at" in line
     assert "--offline" in line
+
+
+def test_a_fleet_without_prices_costs_what_is_not_known_and_not_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(STUDY.read_text().replace("  prices:", "  unread:"))
+    assert preview.main(str(file), "table", offline=True) == 0
+    shown = capsys.readouterr().out
+    assert "declared: $unknown/h, 1376 sessions, $unknown per 1,000 turns" in shown
+    assert "$0.00" not in shown
