@@ -29,7 +29,7 @@ from motley_trainer.buffer.ledger import Ledger
 from motley_trainer.buffer.service import RUNNER_OPTIONS, BufferService
 from motley_trainer.checkpoints import CheckpointFolder
 from motley_trainer.settings import ENV_LEFT, ENV_SOCKET, Settings, SettingsError, from_environment
-from motley_trainer.source import SourceError, check_model, task_names, train_tasks
+from motley_trainer.source import SourceError, check_layout, check_model, task_names, train_tasks
 
 log = logging.getLogger("motley_trainer")
 
@@ -74,6 +74,11 @@ async def _lead(settings: Settings) -> int:
         async with _serving(service, settings, socket):
             try:
                 check_model(settings.spec.model.source)
+                check_layout(
+                    settings.spec.model.source,
+                    tensor=settings.spec.trainer.tensor_parallel,
+                    expert=settings.spec.trainer.expert_parallel,
+                )
                 core.train_tasks = train_tasks(settings.spec.tasks.source)
             except SourceError as error:
                 # Serving while one looks: a store that takes long to answer must not look like a dead pod.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import fsspec
@@ -20,6 +21,31 @@ def check_model(source: str) -> None:
     fs, path = fsspec.core.url_to_fs(source)
     if not fs.exists(f"{path.rstrip('/')}/config.json"):
         raise SourceError("ModelNotFound", f"model.source: {source} must be a folder with config.json and safetensors")
+
+
+def check_layout(source: str, *, tensor: int, expert: int) -> None:
+    """Whether the model's own sizes can be cut that way, before a gang finds out again and again.
+
+    Errors: SourceError LayoutImpossible, naming the field and the model's number.
+    """
+    fs, path = fsspec.core.url_to_fs(source)
+    try:
+        config = json.loads(fs.cat_file(f"{path.rstrip('/')}/config.json"))
+    except ValueError as error:
+        raise SourceError("ModelNotFound", f"model.source: {source}/config.json must be JSON: {error}") from error
+    experts = "num_experts" if "num_experts" in config else "num_local_experts"
+    cuts = [("tensorParallel", tensor, name) for name in ("num_attention_heads", "num_key_value_heads")]
+    cuts.append(("expertParallel", expert, experts))
+    if expert == 1:  # else the experts' own matrices are whole
+        cuts.append(("tensorParallel", tensor, "moe_intermediate_size"))
+    for field, parts, name in cuts:
+        size = config.get(name)
+        if isinstance(size, int) and size % parts:
+            raise SourceError("LayoutImpossible", f"trainer.{field}: {parts} must divide the model's {name}, {size}")
+        if size is None and field == "expertParallel" and parts > 1:
+            raise SourceError(
+                "LayoutImpossible", f"trainer.{field}: must be 1 for a model without experts, got {parts}"
+            )
 
 
 def task_names(source: str, split: str) -> list[str]:
