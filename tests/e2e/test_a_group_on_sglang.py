@@ -10,6 +10,7 @@ import yaml
 from e2e.test_a_whole_run import ROOT, Watched, cluster, ledger
 from engine.test_sglang_arguments import SGLANG_PYTHON
 from motley_api import keys
+from motley_api.records import GroupStep
 from motley_local.cluster import LocalCluster
 
 __all__ = ["cluster"]
@@ -52,16 +53,21 @@ def test_samples_of_the_real_server_are_trained_on_beside_the_reference_engines(
         return {group["name"].removeprefix("demo-"): group["samples"] for group in run.status.get("groups", [])}
 
     run.until("a step with samples of SGLang", lambda: samples().get(ON_SGLANG, 0) > 0, timeout_s=420)
-    first = run.status["step"]
-    run.until_step(first + 3)
+
+    def parts() -> list[GroupStep]:
+        return [
+            part
+            for step in ledger(run)
+            for part in step.groups
+            if part.name == f"demo-{ON_SGLANG}" and part.samples > 0
+        ]
+
+    # It follows the trainer's weights.
+    run.until("samples of two versions", lambda: len({part.version for part in parts()}) >= 2, timeout_s=180)
     assert samples()[ON_REFERENCE] > 0
     group = run.get("samplergroup", f"demo-{ON_SGLANG}")["status"]
     conditions = {found["type"]: found for found in group["conditions"]}
     assert (conditions["Conformant"]["status"], conditions["Ready"]["status"]) == ("True", "True"), conditions
-    parts = [
-        part for step in ledger(run) for part in step.groups if part.name == f"demo-{ON_SGLANG}" and part.samples > 0
-    ]
-    assert len(parts) >= 2
-    assert len({part.version for part in parts}) >= 2  # it followed the trainer's weights
-    kl = sum(part.kl.num for part in parts) / sum(part.kl.den for part in parts)
+    trained = parts()
+    kl = sum(part.kl.num for part in trained) / sum(part.kl.den for part in trained)
     assert 0 <= kl < KL_WITHIN
