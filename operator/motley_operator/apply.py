@@ -187,14 +187,21 @@ def status_due(live: Json, wanted: Json, totals_every_s: float = TOTALS_EVERY_S)
 
 
 async def write_status(
-    kind: str, live: Json, wanted: Json, *, kube: Kube, cache: Cache, now: datetime, totals_every_s: float = 0.0
+    kind: str,
+    live: Json,
+    wanted: Json,
+    *,
+    kube: Kube,
+    cache: Cache,
+    now: datetime,
+    totals_every_s: float = TOTALS_EVERY_S,
 ) -> bool:
     """Server-side apply on /status, against the state that it was computed from: a stale one is refused with 409.
 
     Conditions of other writers are merged by type. Whether it was written.
     """
     metadata = live["metadata"]
-    if not status_due(live.get("status") or {}, wanted, max(TOTALS_EVERY_S, totals_every_s)):
+    if not status_due(live.get("status") or {}, wanted, totals_every_s):
         return False
     manifest = {
         "apiVersion": GROUP_VERSION,

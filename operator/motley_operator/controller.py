@@ -360,12 +360,14 @@ class Controller:
         wrote = False
         for name, wanted in decided.group_statuses.items():
             live = self.cache.get("SamplerGroup", seen.namespace, name)
-            wrote |= live is not None and await self._write_status("SamplerGroup", live, wanted.to_json_dict(), now)
+            wrote |= live is not None and await self._write_status(
+                "SamplerGroup", live, wanted.to_json_dict(), now, last=not decided.active
+            )
         key = (seen.namespace, seen.name)
         live = self.cache.get("RLRun", *key)
         if live is None or live["metadata"]["uid"] != seen.uid:
             return wrote
-        if await self._write_status("RLRun", live, decided.status.to_json_dict(), now):
+        if await self._write_status("RLRun", live, decided.status.to_json_dict(), now, last=not decided.active):
             wrote = True
             # After the status: what is told was also noted, so a restart does not tell it again.
             for event in decided.events:
@@ -373,8 +375,9 @@ class Controller:
         self.metrics.show(key, decided.status)
         return wrote
 
-    async def _write_status(self, kind: str, live: Json, wanted: Json, now: datetime) -> bool:
-        bills_s = 60.0 * len(self.memory) / self.pace.bills_per_minute
+    async def _write_status(self, kind: str, live: Json, wanted: Json, now: datetime, *, last: bool) -> bool:
+        """last: nobody looks again by himself: what is not written now never is."""
+        bills_s = 0.0 if last else max(apply.TOTALS_EVERY_S, 60.0 * len(self.memory) / self.pace.bills_per_minute)
         wrote = await apply.write_status(
             kind, live, wanted, kube=self.kube, cache=self.cache, now=now, totals_every_s=bills_s
         )
@@ -400,7 +403,7 @@ class Controller:
             }
         )
         assert isinstance(wanted, RLRunStatus)
-        if await self._write_status("RLRun", live, wanted.to_json_dict(), now):
+        if await self._write_status("RLRun", live, wanted.to_json_dict(), now, last=True):
             for finding in flips(old.conditions, found):
                 event = EventOut("RLRun", key[1], live["metadata"]["uid"], "Warning", finding.reason, finding.message)
                 await apply.post_event(event, key[0], kube=self.kube, now=now)
@@ -413,7 +416,7 @@ class Controller:
             if "deletionTimestamp" in metadata:
                 continue
             wanted, found = status.orphan_status(observe.group_status(live), key[1], metadata["generation"], now)
-            if await self._write_status("SamplerGroup", live, wanted.to_json_dict(), now):
+            if await self._write_status("SamplerGroup", live, wanted.to_json_dict(), now, last=True):
                 for finding in found[1:]:
                     event = EventOut(
                         "SamplerGroup", metadata["name"], metadata["uid"], "Warning", finding.reason, finding.message
