@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from motley_api.records import Trajectory
+from motley_api.records import Candidates, Trajectory
 from torch import Tensor
 
 from motley_trainer.buffer.validate import generated_positions
@@ -83,17 +83,8 @@ def _parse(trajectory: Trajectory) -> tuple[Tensor, Tensor, Support]:
     tokens = _tensor(trajectory.token_ids, "<i4").long()
     positions = torch.from_numpy(generated_positions(trajectory, tokens.numel()))
     logq = _tensor(trajectory.logprobs, "<f4")
-    counts = ids = candidates = None
-    if trajectory.candidates is not None:
-        counts = _tensor(trajectory.candidates.counts, "<u2", np.int64)
-        ids = _tensor(trajectory.candidates.ids, "<u4", np.int64)
-        candidates = _tensor(trajectory.candidates.logprobs, "<f4")
-    head = trajectory.candidates is not None and trajectory.candidates.head
     try:
-        if head and counts is not None and ids is not None and candidates is not None:
-            support = build_head_support(tokens[positions], logq, counts, ids, candidates)
-        else:
-            support = build_support(tokens[positions], logq, counts, ids, candidates)
+        support = _support(trajectory.candidates, tokens[positions], logq)
     except ValueError as error:
         raise ValueError(f"trajectory {trajectory.id}: {error}") from error
     if not bool(logq.isfinite().all()):
@@ -102,6 +93,15 @@ def _parse(trajectory: Trajectory) -> tuple[Tensor, Tensor, Support]:
         own[support.chosen_N[~logq.isfinite()]] = float("nan")
         support = replace(support, logq_C=own)
     return tokens, positions, support
+
+
+def _support(candidates: Candidates | None, sampled_N: Tensor, logq_N: Tensor) -> Support:
+    if candidates is None:
+        return build_support(sampled_N, logq_N, None, None, None)
+    build = build_head_support if candidates.head else build_support
+    counts_N = _tensor(candidates.counts, "<u2", np.int64)
+    ids_C = _tensor(candidates.ids, "<u4", np.int64)
+    return build(sampled_N, logq_N, counts_N, ids_C, _tensor(candidates.logprobs, "<f4"))
 
 
 def _tensor(data: bytes, dtype: str, wide: type[np.int64] | None = None) -> Tensor:
@@ -134,6 +134,7 @@ def build_microbatch(
     padded = -(-length // multiple) * multiple
     tokens = torch.zeros(rows, padded, dtype=torch.long)
     parts: defaultdict[str, list[Tensor]] = defaultdict(list)
+    heads = any(sequences[index].support.head_C is not None for index in indexes)
     trained = candidates = 0
     for row, index in enumerate(indexes):
         sequence = sequences[index]
@@ -143,7 +144,8 @@ def build_microbatch(
         parts["chosen_N"].append(sequence.support.chosen_N + candidates)
         parts["ids_C"].append(sequence.support.ids_C)
         parts["logq_C"].append(sequence.support.logq_C)
-        parts["head_C"].append(sequence.support.in_head(torch.ones(sequence.support.ids_C.numel())))
+        if heads:
+            parts["head_C"].append(sequence.support.in_head(torch.ones(sequence.support.ids_C.numel())))
         parts["rows_N"].append(sequence.positions - 1 + row * padded)  # a token is predicted by the row before it
         parts["advantage_N"].append(torch.full((count,), sequence.advantage, dtype=torch.float64))
         parts["temperature_N"].append(torch.full((count,), sequence.trajectory.temperature, dtype=torch.float64))
@@ -166,7 +168,7 @@ def build_microbatch(
                 joined("ids_C", torch.long),
                 joined("logq_C", torch.float32),
                 joined("chosen_N", torch.long),
-                joined("head_C", torch.bool) if any(sequences[i].support.head_C is not None for i in indexes) else None,
+                joined("head_C", torch.bool) if heads else None,
             ),
             recorded=all(sequences[index].recorded for index in indexes),
             sequence_N=joined("sequence_N", torch.long),

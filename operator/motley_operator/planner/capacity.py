@@ -13,7 +13,6 @@ The gap between pressure and room keeps it from swinging. Before the first windo
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -171,10 +170,6 @@ def quantile(counts: Sequence[int], part: float) -> float | None:
             return low + (bounds[index] - low) * (rank - below) / count
         below += count
     return bounds[-1]  # at least: the last bucket is open
-
-
-def latency_bucket(seconds: float) -> int:
-    return bisect_left(records.TURN_LATENCY_BOUNDS_S, seconds)
 
 
 @dataclass(frozen=True)

@@ -305,12 +305,9 @@ def _last(levels: Sequence[Level], start: Level, limits: Thresholds, since_step:
     return found if len(found) == limits.patience_steps else []
 
 
-def entropy_fell(levels: Sequence[Level], limits: Thresholds, since_step: int) -> str:
-    """Why there is a warning: entropy has been that low for `patience_steps` levels in a row."""
-    start = early(levels, limits.early_steps)
-    if start is None:
-        return ""
-    now, before = [mean(level.entropy) for level in _last(levels, start, limits, since_step)], mean(start.entropy)
+def entropy_fell(last: Sequence[Level], start: Level, limits: Thresholds) -> str:
+    """Why there is a warning: entropy has been that low in all of the `last` levels."""
+    now, before = [mean(level.entropy) for level in last], mean(start.entropy)
     if not now or not before:
         return ""
     if any(value is None or value * limits.entropy_fall > before for value in now):
@@ -318,11 +315,9 @@ def entropy_fell(levels: Sequence[Level], limits: Thresholds, since_step: int) -
     return f"entropy {now[0]:.4g} against {before:.4g} early (limit 1/{limits.entropy_fall:g})"
 
 
-def over_ceiling(levels: Sequence[Level], limits: Thresholds, since_step: int) -> str:
-    """Why there is a pause at once: the last `patience_steps` levels together are out of range as no run that stays is, and each
-    of them is at least half as far: one wild step is none."""
-    start = early(levels, limits.early_steps)
-    last = _last(levels, start, limits, since_step) if start else []
+def over_ceiling(last: Sequence[Level], limits: Thresholds) -> str:
+    """Why there is a pause at once: the `last` levels together are out of range as no run that stays is, and each of them is at
+    least half as far: one wild step is none."""
     outside = mean(pool(last).out_of_range) if last else None
     if outside is None or outside < limits.out_of_range_ceiling:
         return ""
@@ -450,10 +445,12 @@ def judge(
     p = guard.patience_steps
     groups_first = blamed and whole.above > 0 and _fleet_is_sound(seen, limits, held.since_step)
     pause_after = 4 * p if groups_first else math.ceil(1.5 * p)
-    over = "" if groups_first else over_ceiling(seen.run, limits, held.since_step)
+    start = early(seen.run, limits.early_steps)
+    last = _last(seen.run, start, limits, held.since_step) if start else []
+    over = "" if groups_first else over_ceiling(last, limits)
     pause = over or whole.above >= pause_after
     wanted = GuardAction.PAUSE if pause else GuardAction.WARN if whole.above >= p else None
-    fell = entropy_fell(seen.run, limits, held.since_step)
+    fell = entropy_fell(last, start, limits) if start else ""
     wanted = _stronger(_capped(wanted, guard.action), GuardAction.WARN if fell else None)
     run_action = GuardAction.PAUSE if held.action is GuardAction.PAUSE else wanted
     why = "; ".join(part for part in (whole.why if whole.above >= p else over, fell) if part)
@@ -467,6 +464,6 @@ def judge(
             generation=generation,
         ),
         news=tuple(news),
-        healthy=None if early(seen.run, guard.early_steps) is None else run_action is None and not now,
+        healthy=None if start is None else run_action is None and not now,
         message=why or ", ".join(f"{name}: {action.value}" for name, action in sorted(now.items())),
     )

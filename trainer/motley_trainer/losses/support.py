@@ -58,11 +58,7 @@ def build_support(
     if counts_N is None or ids_C is None or logq_C is None:
         every_N = torch.arange(tokens)
         return Support(every_N, sampled_N.long(), logq_N, every_N)
-    stored_N = counts_N.long()
-    if int(stored_N.sum()) != ids_C.numel() or ids_C.numel() != logq_C.numel():
-        raise ValueError(
-            f"candidates: counts sum to {int(stored_N.sum())}, ids {ids_C.numel()}, logprobs {logq_C.numel()}"
-        )
+    stored_N = _agreeing(counts_N, ids_C, logq_C)
     size_N = stored_N.clamp_min(1)
     token_C = torch.arange(tokens).repeat_interleave(size_N)
     all_ids_C = sampled_N.long()[token_C]
@@ -71,7 +67,7 @@ def build_support(
     all_ids_C[stored_C] = ids_C.long()
     all_logq_C[stored_C] = logq_C
     hit_C = all_ids_C == sampled_N.long()[token_C]
-    hits_N = torch.zeros(tokens, dtype=torch.long).index_add(0, token_C, hit_C.long())
+    hits_N = segment_sum(hit_C.long(), token_C, tokens)
     if bool((hits_N != 1).any()):
         bad = int((hits_N != 1).nonzero()[0])
         raise ValueError(
@@ -87,13 +83,9 @@ def build_head_support(sampled_N: Tensor, logq_N: Tensor, counts_N: Tensor, ids_
     Errors: ValueError naming the first token that has no candidates or the sampled id twice.
     """
     tokens = sampled_N.numel()
-    size_N = counts_N.long()
-    if int(size_N.sum()) != ids_C.numel() or ids_C.numel() != logq_C.numel():
-        raise ValueError(
-            f"candidates: counts sum to {int(size_N.sum())}, ids {ids_C.numel()}, logprobs {logq_C.numel()}"
-        )
+    size_N = _agreeing(counts_N, ids_C, logq_C)
     token_C = torch.arange(tokens).repeat_interleave(size_N)
-    hits_N = torch.zeros(tokens, dtype=torch.long).index_add(0, token_C, (ids_C == sampled_N[token_C]).long())
+    hits_N = segment_sum((ids_C == sampled_N[token_C]).long(), token_C, tokens)
     if bool(((size_N == 0) | (hits_N > 1)).any()):
         bad = int(((size_N == 0) | (hits_N > 1)).nonzero()[0])
         raise ValueError(
@@ -113,6 +105,14 @@ def build_head_support(sampled_N: Tensor, logq_N: Tensor, counts_N: Tensor, ids_
         (all_ids_C == sampled_N.long()[token_C]).nonzero()[:, 0],
         head_C,
     )
+
+
+def _agreeing(counts_N: Tensor, ids_C: Tensor, logq_C: Tensor) -> Tensor:
+    """counts_N as int64. Errors: ValueError where the three do not speak of as many candidates."""
+    total = int(counts_N.long().sum())
+    if not total == ids_C.numel() == logq_C.numel():
+        raise ValueError(f"candidates: counts sum to {total}, ids {ids_C.numel()}, logprobs {logq_C.numel()}")
+    return counts_N.long()
 
 
 def segment_sum(values_C: Tensor, token_C: Tensor, tokens: int) -> Tensor:
